@@ -1,0 +1,42 @@
+"""Checks of array arguments: an error names the argument, what came and what was expected."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["check_bandwidth", "check_matrix"]
+
+
+def check_matrix(name: str, value) -> jax.Array:
+    """The value as a floating (N, d) array with N, d >= 1, or an error that names it."""
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+    if value.ndim != 2:
+        raise ValueError(f"{name} must have shape (N, d), got {value.shape}")
+    if 0 in value.shape:
+        raise ValueError(f"{name} must hold at least one row and one column, got {value.shape}")
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"{name} must have a floating dtype, got {value.dtype}")
+    return jnp.asarray(value)
+
+
+def check_bandwidth(bandwidth, dimension: int) -> jax.Array:
+    """The bandwidth as a positive scalar or (d,) array, or an error that says what came."""
+    if not isinstance(bandwidth, jax.Array):
+        bandwidth = np.asarray(bandwidth)
+    if not jnp.issubdtype(bandwidth.dtype, jnp.floating):
+        if not jnp.issubdtype(bandwidth.dtype, jnp.integer):
+            raise TypeError(f"bandwidth must be a real number, got dtype {bandwidth.dtype}")
+        bandwidth = bandwidth.astype(jnp.result_type(float))
+    if bandwidth.shape not in ((), (dimension,)):
+        raise ValueError(
+            f"bandwidth must be a scalar or have shape ({dimension},), got {bandwidth.shape}"
+        )
+    if not isinstance(bandwidth, jax.core.Tracer):
+        # NaN passes: it comes of particles that have left the domain, and it shows in the result.
+        smallest = np.min(np.asarray(bandwidth, np.float64))
+        if smallest <= 0:
+            raise ValueError(f"bandwidth must be positive, got {smallest}")
+    return jnp.asarray(bandwidth)

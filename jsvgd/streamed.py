@@ -1,0 +1,231 @@
+"""The SVGD direction through XLA: row blocks streamed over all particles, O(N d) memory.
+
+All arrays here are standardised: z = (x - centre) / sqrt(h), so that u_ij = |z_i - z_j|^2 / 2 and, with
+c = repulsion / sqrt(h),
+
+    phi_i = 1/N sum_j [ f(u_ij) s_j + w(u_ij) c (z_i - z_j) ],    w = -f'.
+
+A block of rows sees every particle, so each output row has one owner and nothing is accumulated across
+blocks. Where N is small and d large (a Bayesian network), one block holds all rows and this is the Gram
+form: one product Z Z^T, one product K V.
+
+Two ways to do the arithmetic of a pair (``PairArithmetic``): by products, |z_i|^2 + |z_j|^2 - 2 z_i.z_j,
+which is what matrix units are for and loses digits once |z|^2 is large; and by direct differences,
+which is exact however far the particles lie apart, at the price of N^2 d elementwise work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jsvgd.kernels import RBF, RadialKernel
+
+__all__ = ["DIRECT", "PRODUCTS", "PairArithmetic", "backward", "forward", "map_row_blocks"]
+
+# Elements of one block of pair values. Two cores keep 1 MB of float32 in their caches; a GPU wants
+# enough rows to fill its multiprocessors.
+_BLOCK_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 25}
+
+
+class PairArithmetic(NamedTuple):
+    """How to get from rows q (B, d) and all particles z (N, d) to pair quantities and back.
+
+    Attributes:
+      half_squared_distances: (q, z, precision) -> u (B, N).
+      project: (a (B, d), q, z, precision) -> a_i . (q_i - z_j), (B, N).
+      project_back: (a (N, d), q, z, precision) -> a_j . (z_j - q_i), (B, N).
+      contract: (weights (B, N), q, z, precision) -> sum_j weights_ij (q_i - z_j), (B, d).
+      elements_a_pair: how many numbers of scratch a pair may cost, for a given d.
+    """
+
+    half_squared_distances: Callable
+    project: Callable
+    project_back: Callable
+    contract: Callable
+    elements_a_pair: Callable[[int], int]
+
+
+def _product(a, b, precision):
+    return jnp.matmul(a, b, precision=precision)
+
+
+def _half_squared_by_products(q, z, precision):
+    q_norms, z_norms = (0.5 * jnp.sum(a * a, axis=1) for a in (q, z))
+    return jnp.maximum(q_norms[:, None] + z_norms[None, :] - _product(q, z.T, precision), 0.0)
+
+
+def _project_by_products(a, q, z, precision):
+    return jnp.sum(a * q, axis=1)[:, None] - _product(a, z.T, precision)
+
+
+def _project_back_by_products(a, q, z, precision):
+    return jnp.sum(a * z, axis=1)[None, :] - _product(q, a.T, precision)
+
+
+def _contract_by_products(weights, q, z, precision):
+    return jnp.sum(weights, axis=1)[:, None] * q - _product(weights, z, precision)
+
+
+def _half_squared_directly(q, z, precision):
+    del precision
+    return 0.5 * jnp.sum((q[:, None, :] - z[None, :, :]) ** 2, axis=2)
+
+
+def _project_directly(a, q, z, precision):
+    del precision
+    return jnp.sum(a[:, None, :] * (q[:, None, :] - z[None, :, :]), axis=2)
+
+
+def _project_back_directly(a, q, z, precision):
+    del precision
+    return jnp.sum(a[None, :, :] * (z[None, :, :] - q[:, None, :]), axis=2)
+
+
+def _contract_directly(weights, q, z, precision):
+    del precision
+    return jnp.sum(weights[:, :, None] * (q[:, None, :] - z[None, :, :]), axis=1)
+
+
+PRODUCTS = PairArithmetic(
+    _half_squared_by_products,
+    _project_by_products,
+    _project_back_by_products,
+    _contract_by_products,
+    lambda d: 1,
+)
+DIRECT = PairArithmetic(
+    _half_squared_directly,
+    _project_directly,
+    _project_back_directly,
+    _contract_directly,
+    lambda d: d,
+)
+
+
+def map_row_blocks(function: Callable, rows: tuple[jax.Array, ...], elements_a_row: int):
+    """function(*rows), a block of rows at a time; its output has the same leading axis.
+
+    Rows are padded to whole blocks with zeros, and what comes of the padding is dropped. Blocks are
+    rematerialised in reverse mode, so that no pair quantity is ever stored.
+
+    Args:
+      function: maps arrays (B, ...) to an array or a tuple of arrays (B, ...), row by row.
+      rows: arrays (M, ...).
+      elements_a_row: numbers of scratch that one row costs.
+    """
+    function = jax.checkpoint(function)
+    num_rows = rows[0].shape[0]
+    budget = _BLOCK_ELEMENTS["gpu" if jax.default_backend() == "gpu" else "cpu"]
+    block = min(num_rows, max(1, budget // elements_a_row))
+    if block == num_rows:
+        return function(*rows)
+    num_blocks = -(-num_rows // block)
+    block = -(-num_rows // num_blocks)  # even blocks waste the fewest padded rows
+    padding = num_blocks * block - num_rows
+
+    def to_blocks(a):
+        padded = jnp.pad(a, ((0, padding),) + ((0, 0),) * (a.ndim - 1))
+        return padded.reshape(num_blocks, block, *a.shape[1:])
+
+    blocks = lax.map(lambda args: function(*args), tuple(map(to_blocks, rows)))
+    return jax.tree.map(lambda a: a.reshape(num_blocks * block, *a.shape[2:])[:num_rows], blocks)
+
+
+def forward(
+    queries: jax.Array,
+    particles: jax.Array,
+    scores: jax.Array,
+    drift: jax.Array,
+    *,
+    kernel: RadialKernel,
+    precision: lax.Precision,
+    pairs: PairArithmetic = PRODUCTS,
+) -> jax.Array:
+    """phi at standardised queries (M, d), from standardised particles and raw scores (N, d).
+
+    Args:
+      drift: c = repulsion / sqrt(h), (d,).
+      kernel: the radial kernel.
+      precision: of every matrix product.
+      pairs: ``PRODUCTS`` or ``DIRECT``.
+
+    Returns:
+      (M, d).
+    """
+    n, d = particles.shape
+
+    def block(q):
+        u = pairs.half_squared_distances(q, particles, precision)
+        weights = kernel.profile(u)
+        if kernel is RBF and pairs is PRODUCTS:
+            # w = K: attraction and repulsion share one product with s_j - c z_j.
+            own = jnp.sum(weights, axis=1)[:, None] * (drift * q)
+            return own + _product(weights, scores - drift * particles, precision)
+        push = pairs.contract(kernel.slope(u), q, particles, precision)
+        return _product(weights, scores, precision) + drift * push
+
+    return map_row_blocks(block, (queries,), n * pairs.elements_a_pair(d)) / n
+
+
+def backward(
+    particles: jax.Array,
+    scores: jax.Array,
+    drift: jax.Array,
+    cotangent: jax.Array,
+    *,
+    kernel: RadialKernel,
+    precision: lax.Precision,
+    pairs: PairArithmetic = PRODUCTS,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Vector-Jacobian product of ``forward(z, z, s, c)``, in one pass of row owners.
+
+    With g the cotangent over N, T_ij = w_ij g_i.s_j + f''_ij (c g_i).(z_i - z_j) is minus the derivative
+    of the pair's contribution in u_ij. A row needs T_ij and T_ji, both of which it can form:
+
+        dz_i = c (rowsum(w)_i g_i - sum_j w_ij g_j) - sum_j (T + T^T)_ij (z_i - z_j)
+        ds_i = sum_j K_ij g_j
+        dc   = sum_i z_i (rowsum(w)_i g_i - sum_j w_ij g_j)
+
+    Args:
+      particles, scores, drift: as in ``forward``.
+      cotangent: (N, d).
+
+    Returns:
+      Gradients in z (N, d), s (N, d) and c (d,).
+    """
+    n, d = particles.shape
+    g = cotangent / n
+    pull = drift * g
+
+    def symmetric_weights(z_i, s_i, g_i, u, slope):
+        """T + T^T, (B, N)."""
+        if kernel is RBF and pairs is PRODUCTS:
+            # w = f'' = K: two products with v = s - c z instead of four.
+            values, values_i = scores - drift * particles, s_i - drift * z_i
+            drive = _product(g_i, values.T, precision) + _product(values_i, g.T, precision)
+            own, own_i = jnp.sum(pull * particles, axis=1), jnp.sum(drift * g_i * z_i, axis=1)
+            return slope * (drive + own_i[:, None] + own[None, :])
+        drive = _product(g_i, scores.T, precision) + _product(s_i, g.T, precision)
+        spread = pairs.project(drift * g_i, z_i, particles, precision)
+        spread += pairs.project_back(pull, z_i, particles, precision)
+        return slope * drive + kernel.curvature(u) * spread
+
+    def block(z_i, s_i, g_i):
+        u = pairs.half_squared_distances(z_i, particles, precision)
+        weights, slope = kernel.profile(u), kernel.slope(u)
+        symmetric = symmetric_weights(z_i, s_i, g_i, u, slope)
+        d_scores = _product(weights, g, precision)
+        slope_g = d_scores if kernel is RBF else _product(slope, g, precision)
+        exchange = jnp.sum(slope, axis=1)[:, None] * g_i - slope_g
+        d_particles = drift * exchange - pairs.contract(symmetric, z_i, particles, precision)
+        return d_particles, d_scores, z_i * exchange
+
+    d_particles, d_scores, d_drift = map_row_blocks(
+        block, (particles, scores, g), n * pairs.elements_a_pair(d)
+    )
+    return d_particles, d_scores, jnp.sum(d_drift, axis=0)
