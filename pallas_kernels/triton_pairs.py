@@ -1,0 +1,137 @@
+"""The mathematics of one tile of pairs, shared by the portable forward and backward kernels.
+
+For standardised particles z = (x - centre)/sqrt(h) a pair has D = |z_i - z_j|^2 and u = D/2. A kernel
+k = f(u) enters the direction through f and its slope w = -f', and the gradient also through f'':
+
+    rbf   f = w = f'' = exp(-u)
+    imq   f = t^(-1/2), w = t^(-3/2), f'' = 3 t^(-5/2), with t = 1 + 2u
+
+Products on the matrix units take float32 operands as one or two parts of 16 bits ("default": the value
+rounded once; "high": high and low parts, three products, the product of the two low parts dropped) or whole
+("highest": IEEE float32 products). Particles are split in float16, whose 11 bits a part give 22 bits over the
+range that centred and scaled particles occupy; everything else in bfloat16, which has float32's range.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plt
+
+LOG2E = math.log2(math.e)
+FAR = 1e15  # coordinate of a padded particle: D = 1e30 is finite, and every kernel weight underflows
+FAR_NORM = 1e30  # |z|^2 of a padded particle whose coordinates must stay 0 in the products
+MANTISSA = {jnp.float16: (5, 10), jnp.bfloat16: (8, 7)}  # exponent and mantissa bits
+
+
+def particle_scale(kernel):
+    """Factor on z that lets a tile use exp2 for the rbf exponent: exp(-D/2) = exp2(-|scale z|^2)."""
+    return math.sqrt(LOG2E / 2) if kernel == "rbf" else 1.0
+
+
+def exp2(x, interpret):
+    """2^x. On a GPU the one hardware instruction: libdevice adds three more for subnormal results."""
+    return _unary("ex2", x) if not interpret else jnp.exp2(x)
+
+
+def rsqrt(x, interpret):
+    """x^(-1/2) for x >= 1, one hardware instruction on a GPU."""
+    return _unary("rsqrt", x) if not interpret else lax.rsqrt(x)
+
+
+def _unary(instruction, x):
+    [y] = plt.elementwise_inline_asm(
+        f"{instruction}.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return y
+
+
+def profile(kernel, distance, interpret):
+    """(f, w, f'') of a tile from its scaled squared distances.
+
+    Args:
+      kernel: "rbf" or "imq".
+      distance: |scale (z_i - z_j)|^2 >= 0 with scale from `particle_scale`, any shape, float32.
+      interpret: whether the Pallas interpreter runs the kernel (it has no inline assembly).
+    """
+    if kernel == "rbf":
+        f = exp2(-distance, interpret)
+        return f, f, f
+    f = rsqrt(1.0 + distance, interpret)
+    square = f * f
+    w = square * f
+    return f, w, 3.0 * (w * square)
+
+
+def split(x, dtype, precision):
+    """Parts of a float32 array for `product`, formed outside a kernel.
+
+    Args:
+      x: float32 array. dtype: jnp.float16 or jnp.bfloat16. precision: "highest", "high" or "default".
+
+    Returns:
+      A tuple of one or two arrays of x's shape. The high part comes from lax.reduce_precision: XLA would
+      remove a round trip through dtype and leave a low part of zeros.
+    """
+    if precision == "highest":
+        return (x,)
+    if precision == "default":
+        return (x.astype(dtype),)
+    high = lax.reduce_precision(x, *MANTISSA[dtype])
+    return high.astype(dtype), (x - high).astype(dtype)
+
+
+def split_tile(x, precision):
+    """Parts in bfloat16 of a tile computed inside a kernel; the high part by a bit mask, which is exact."""
+    if precision == "highest":
+        return (x,)
+    if precision == "default":
+        return (x.astype(jnp.bfloat16),)
+    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536)
+    high = lax.bitcast_convert_type(bits, jnp.float32)
+    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+
+
+def product(left, right, contract):
+    """Matrix product of two operands given as parts, accumulated in float32, small terms first.
+
+    Args:
+      left, right: tuples of one or two tiles. contract: the contracted dimension of each, a pair.
+    """
+    if len(left) == 1:
+        pairs = [(left[0], right[0])]
+    else:
+        pairs = [(left[1], right[0]), (left[0], right[1]), (left[0], right[0])]
+    total = None
+    for a, b in pairs:
+        # 16-bit operands have one product; DEFAULT only names it. float32 operands ask for IEEE.
+        precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+        term = lax.dot_general(
+            a, b, (((contract[0],), (contract[1],)), ((), ())),
+            precision=precision, preferred_element_type=jnp.float32,
+        )
+        total = term if total is None else total + term
+    return total
+
+
+def norms(parts):
+    """|x|^2 of every row from the parts that enter `product`, so that a point's distance to itself is 0."""
+    x = sum(part.astype(jnp.float32) for part in parts)
+    return jnp.sum(x * x, axis=1)
+
+
+def distances(q, k, q_norm, k_norm):
+    """Tile of |q_i - k_j|^2, not below 0, from operands in parts and squared norms (bm, 1) and (1, bn)."""
+    return jnp.maximum(q_norm + k_norm - 2.0 * product(q, k, (1, 1)), 0.0)
+
+
+def pad_rows(x, rows, value=0.0):
+    """x (n, ...) with rows of `value` appended up to `rows`."""
+    if x.shape[0] == rows:
+        return x
+    return jnp.pad(x, [(0, rows - x.shape[0])] + [(0, 0)] * (x.ndim - 1), constant_values=value)
