@@ -1,0 +1,281 @@
+"""The fused vector-Jacobian product of the direction on Hopper, queries = particles (JAX >= 0.11).
+
+With y, a and v as in :mod:`pallas_kernels.hopper_forward`, the cotangent g, gn = g / N and
+t_i = gn_i . (c z_i):
+
+    K_ij = exp2(min(y_i . y_j - a_i - a_j, 0)),   C_ij = gn_i . v_j + v_i . gn_j,
+    W_ij = K_ij (C_ij + t_i + t_j)                                      (symmetric, like K)
+    dz_i = (W z)_i - (sum_j W_ij) z_i + c ((sum_j K_ij) gn_i - (K gn)_i),     ds = K gn,
+    dc   = sum_i z_i ((sum_j K_ij) gn_i - (K gn)_i).
+
+One pass: every block of rows meets all keys once, and no sum crosses blocks, so nothing is added
+atomically. Five products of three 16-bit ones each, 2.5 times the forward's work. Within a step the
+elementwise work runs beside products that do not wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels import hopper_operands as operands
+from pallas_kernels import hopper_tiles
+from pallas_kernels.hopper_forward import available, over_stacks
+from pallas_kernels.hopper_operands import FAR, LOG2E_ROOT, Layout
+from pallas_kernels.hopper_tiles import BackwardTiles
+
+__all__ = ["backward", "supports"]
+
+NAME = "jsvgd_hopper_direction_vjp"
+
+
+def supports(kernel: str, n: int, d: int, precision: str, dtype) -> tuple[bool, str]:
+    """(whether :func:`backward` takes n particles of d dimensions, why not). Compiles nothing."""
+    return hopper_tiles.check(kernel, n, d, precision, dtype, available()) or hopper_tiles.fits(
+        *hopper_tiles.backward_tiles(n, d, precision)
+    )
+
+
+def backward(
+    z: Array,
+    s: Array,
+    c: Array,
+    g: Array,
+    *,
+    kernel: str = "rbf",
+    precision: str = "high",
+    tiles: tuple[Layout, BackwardTiles] | None = None,
+) -> tuple[Array, Array, Array]:
+    """Cotangents of forward(z, z, s, c) for the cotangent g of its result.
+
+    Args:
+      z, s, g: float32 (N, d); z standardised and centred, |z|^2 log2(e) / 2 below 6e4.
+      c: float32 (d,).
+      kernel: "rbf".
+      precision: "high" (three 16-bit products each) or "default" (one).
+      tiles: layout and tiles instead of the table's, for measurements.
+
+    Returns:
+      dz (N, d), ds (N, d), dc (d,), float32. Batches with ``jax.vmap``.
+
+    Raises:
+      ValueError: for what :func:`supports` refuses.
+    """
+    n, d = z.shape
+    ok, reason = supports(kernel, n, d, precision, z.dtype)
+    if not ok:
+        raise ValueError(f"the Hopper backward does not take these arguments: {reason}")
+    return _cotangents(precision, tiles)(z, s, c, g)
+
+
+@functools.lru_cache(maxsize=None)
+def _cotangents(precision: str, plan):
+    return over_stacks(functools.partial(_batched, precision=precision, plan=plan))
+
+
+def _batched(z, s, c, g, *, precision, plan):
+    """(B, N, d) arrays and c (B, d) to the three cotangents: pad, pack, launch, finish."""
+    b, n, d = z.shape
+    layout, tiles = plan or hopper_tiles.backward_tiles(n, d, precision, b)
+    rows = math.lcm(tiles.warpgroups * tiles.block_q, tiles.splits * tiles.block_k)
+    rows = math.ceil(n / rows) * rows
+    steps = rows // (tiles.splits * tiles.block_k)
+    drift = c[:, None, :] * z
+    gn = g / n
+    y = z * LOG2E_ROOT
+    pack = functools.partial(
+        operands.pack_pair,
+        lane=layout.lane,
+        chunks=layout.chunks,
+        pieces=layout.pieces,
+        dtype=jnp.bfloat16,
+    )
+    packed = [jax.vmap(lambda x: pack(operands.pad_to(x, rows)))(x) for x in (y, s - drift, gn)]
+    half = jnp.pad(
+        0.5 * jnp.sum(y * y, -1), [(0, 0), (0, rows - n)], constant_values=FAR
+    )
+    own = jnp.pad(jnp.sum(gn * drift, -1), [(0, 0), (0, rows - n)])
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (*packed, half, own)]
+    sums = launch(*flat, layout=layout, tiles=tiles, batch=b, steps=steps)
+    kg, wy, k_sum, w_sum = (x.sum(0).reshape(b, rows, *x.shape[2:])[:, :n] for x in sums)
+    kg, wz = kg[..., :d], wy[..., :d] / LOG2E_ROOT
+    drag = k_sum[..., None] * gn - kg
+    dz = wz - w_sum[..., None] * z + c[:, None, :] * drag
+    return dz, kg, jnp.sum(z * drag, axis=1)
+
+
+def launch(y, v, g, half, own, *, layout: Layout, tiles: BackwardTiles, batch: int, steps: int):
+    """The kernel: packed operands to K gn, W y (splits, rows, width) and row sums of K and W."""
+    import jax.experimental.pallas as pl
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    bq, bk, wgs = tiles.block_q, tiles.block_k, tiles.warpgroups
+    chunks, lane = layout.chunks, layout.lane
+    rows = y.shape[0] // batch
+    pieces = ((0, 0), (0, 1), (1, 0)) if layout.pieces == 2 else ((0, 0),)
+    low = layout.pieces == 2
+    transforms = (plgpu.TilingTransform((8, lane)), plgpu.SwizzleTransform(2 * lane))
+    row_layout = plgpu.Layout.WGMMA.reduce(1)
+
+    def zeros(shape, array_layout):
+        return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), array_layout)
+
+    def columns(ref, chunk, piece):
+        return ref.at[:, pl.ds((chunk * layout.pieces + piece) * lane, lane)]
+
+    def down(vector):
+        return lax.broadcast_in_dim(vector, (bq, bk), [0])
+
+    def across(vector):
+        return lax.broadcast_in_dim(vector, (bq, bk), [1])
+
+    def halves(t):
+        hi = t.astype(jnp.bfloat16)
+        return (hi, (t - hi.astype(jnp.float32)).astype(jnp.bfloat16)) if low else (hi,)
+
+    def body(y_ref, v_ref, g_ref, a_ref, t_ref, kg_ref, wy_ref, ks_ref, ws_ref, *scratch):
+        (y_q, v_q, g_q, a_q, t_q), bars = scratch[:5], scratch[5]
+        wg = lax.axis_index("wg")
+        part = lax.axis_index("s")
+        problem = lax.axis_index("b")
+        base = problem * rows + lax.axis_index("q") * (bq * wgs) + wg * bq
+
+        def context(pipeline):
+            sources = (y_ref, v_ref, g_ref, a_ref, t_ref)
+            for i, (source, target) in enumerate(zip(sources, scratch[:5], strict=True)):
+                plgpu.copy_gmem_to_smem(
+                    source.at[pl.ds(base, bq)], target.at[wg], bars.at[i * wgs + wg]
+                )
+            for i in range(5):
+                plgpu.barrier_wait(bars.at[i * wgs + wg])
+            matrices = tuple(zeros((bq, lane), plgpu.Layout.WGMMA) for _ in range(chunks))
+            kg, wy, k_sum, w_sum, _, _ = pipeline(
+                (
+                    matrices,
+                    matrices,
+                    zeros((bq,), row_layout),
+                    zeros((bq,), row_layout),
+                    plgpu.load(a_q.at[wg], layout=row_layout),
+                    plgpu.load(t_q.at[wg], layout=row_layout),
+                )
+            )
+            own_rows = pl.ds(base, bq)
+            for chunk in range(chunks):
+                at = (part, own_rows, pl.ds(chunk * lane, lane))
+                kg_ref.at[at][...] = kg[chunk]
+                wy_ref.at[at][...] = wy[chunk]
+            ks_ref.at[part, own_rows][...] = k_sum
+            ws_ref.at[part, own_rows][...] = w_sum
+
+        def product(ref, own_q, key, chunk):
+            for i, j in pieces:
+                own_piece = columns(own_q.at[wg], chunk, i)
+                plgpu.wgmma(ref, own_piece, columns(key, 0, j).transpose((1, 0)))
+
+        def weigh(ref, weights, key):
+            for i, j in pieces:
+                plgpu.wgmma(ref, weights[i], columns(key, 0, j))
+
+        def step(_, *refs):
+            count = 3 * chunks + 2
+            tensors, ready, done = (refs[i * count : (i + 1) * count] for i in range(3))
+            y_s, v_s, g_s = (tensors[i * chunks : (i + 1) * chunks] for i in range(3))
+            y_done, v_done, g_done = (done[i * chunks : (i + 1) * chunks] for i in range(3))
+            kg, wy, k_sum, w_sum, ai, ti = refs[-1]
+            issued = len(pieces)
+
+            def products(e_ref, c_ref, *sums):
+                kg_refs, wy_refs = sums[:chunks], sums[chunks:]
+                for i in range(chunks):
+                    plgpu.barrier_wait(ready[i])
+                    product(e_ref, y_q, y_s[i], i)
+                for i in range(chunks):
+                    plgpu.barrier_wait(ready[chunks + i])
+                    product(c_ref, g_q, v_s[i], i)
+                for i in range(chunks):
+                    plgpu.barrier_wait(ready[2 * chunks + i])
+                    product(c_ref, v_q, g_s[i], i)
+                plgpu.barrier_wait(ready[3 * chunks])
+                plgpu.barrier_wait(ready[3 * chunks + 1])
+                aj = plgpu.load(tensors[3 * chunks], layout=plgpu.Layout.WGMMA.reduce(0))
+                tj = plgpu.load(tensors[3 * chunks + 1], layout=plgpu.Layout.WGMMA.reduce(0))
+                plgpu.barrier_arrive(done[3 * chunks])
+                plgpu.barrier_arrive(done[3 * chunks + 1])
+                # K while the products of C run.
+                e = plgpu.wgmma_accumulator_load(e_ref, wait_n=2 * chunks * issued)
+                k = jnp.exp2(jnp.minimum(e - down(ai) - across(aj), 0.0))
+                weights = halves(k)
+                for i in range(chunks):
+                    weigh(kg_refs[i], weights, g_s[i])
+                # W while the products of K gn run.
+                cross = plgpu.wgmma_accumulator_load(c_ref, wait_n=chunks * issued)
+                for barrier in v_done:
+                    plgpu.barrier_arrive(barrier)
+                w = k * (cross + down(ti) + across(tj))
+                sums = k.sum(axis=1), w.sum(axis=1)
+                weights = halves(w)
+                for i in range(chunks):
+                    weigh(wy_refs[i], weights, y_s[i])
+                first = [
+                    plgpu.wgmma_accumulator_load(ref, wait_n=chunks * issued) for ref in kg_refs
+                ]
+                for barrier in g_done:
+                    plgpu.barrier_arrive(barrier)
+                plgpu.wgmma_wait(0)
+                return first, [ref[...] for ref in wy_refs], sums
+
+            square, wide = plgpu.ACC((bq, bk), jnp.float32), plgpu.ACC((bq, lane), jnp.float32)
+            kg_new, wy_new, sums = pl.run_scoped(
+                products, square, square, *[wide] * (2 * chunks)
+            )
+            for barrier in y_done:
+                plgpu.barrier_arrive(barrier)
+            kg = tuple(a + b for a, b in zip(kg, kg_new, strict=True))
+            wy = tuple(a + b for a, b in zip(wy, wy_new, strict=True))
+            return kg, wy, k_sum + sums[0], w_sum + sums[1], ai, ti
+
+        def block(chunk):
+            return plgpu.BlockSpec(
+                block_shape=(bk, layout.pieces * lane),
+                index_map=lambda i: (i, chunk),
+                transforms=transforms,
+            )
+
+        vector = plgpu.BlockSpec(block_shape=(bk,), index_map=lambda i: (i,))
+        pipeline = plgpu.emit_pipeline_warp_specialized(
+            step,
+            grid=(steps,),
+            max_concurrent_steps=min(tiles.stages, steps),
+            num_compute_wgs=wgs,
+            memory_registers=40,
+            wg_axis="wg",
+            manual_produced_barriers=True,
+            manual_consumed_barriers=True,
+            compute_context=context,
+            in_specs=[block(chunk) for _ in range(3) for chunk in range(chunks)] + [vector] * 2,
+        )
+        keys = pl.ds(problem * rows + part * (steps * bk), steps * bk)
+        matrices = [ref.at[keys] for ref in (y_ref, v_ref, g_ref) for _ in range(chunks)]
+        pipeline(*matrices, a_ref.at[keys], t_ref.at[keys])
+
+    matrix = jax.ShapeDtypeStruct((tiles.splits, batch * rows, chunks * lane), jnp.float32)
+    vector = jax.ShapeDtypeStruct((tiles.splits, batch * rows), jnp.float32)
+    own_matrix = plgpu.SMEM((wgs, bq, layout.columns), jnp.bfloat16, transforms=transforms)
+    own_vector = plgpu.SMEM((wgs, bq), jnp.float32)
+    return plgpu.kernel(
+        body,
+        out_type=[matrix, matrix, vector, vector],
+        scratch_types=[own_matrix] * 3
+        + [own_vector] * 2
+        + [plgpu.Barrier(num_barriers=5 * wgs)],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        grid=(rows // (bq * wgs), tiles.splits, batch),
+        grid_names=("q", "s", "b"),
+        num_threads=wgs + 1,
+        thread_name="wg",
+        kernel_name=NAME,
+    )(y, v, g, half, own)
