@@ -64,8 +64,7 @@ def forward(
     if (base is None) != (scale is None):
         raise ValueError("base and scale come together: got one of them")
     choice = choice or tiles.forward_tiles(kernel, n, m, d, precision, family)
-    if choice.family == "direct" and d > tiles.DIRECT_LIMIT:
-        raise ValueError(f"family 'direct' needs d <= {tiles.DIRECT_LIMIT}, got d = {d}")
+    tiles.check_family(choice, d)
     rows = tiles.round_up(m, choice.bm)
     columns = tiles.round_up(n, choice.columns * choice.splits)
     operands, body = (

@@ -52,6 +52,12 @@ def refusal(kernel, n, m, d, precision, dtype, largest):
     return True, ""
 
 
+def check_family(tiles, d):
+    """Raises ValueError when the direct family is asked for more dimensions than it accepts."""
+    if tiles.family == "direct" and d > DIRECT_LIMIT:
+        raise ValueError(f"family 'direct' needs d <= {DIRECT_LIMIT}, got d = {d}")
+
+
 def next_power_of_two(n):
     return 1 << max(0, n - 1).bit_length()
 
