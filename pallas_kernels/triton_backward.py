@@ -26,7 +26,10 @@ from pallas_kernels import triton_tiles as tiles
 def supports(kernel, n, m, d, precision, dtype):
     """Whether `backward` covers a case: (bool, reason); m, the number of queries, must equal n."""
     if m != n:
-        return False, f"the backward kernels need the queries to be the particles, got m = {m} and n = {n}"
+        return (
+            False,
+            f"the backward kernels need the queries to be the particles, got m = {m} and n = {n}",
+        )
     return tiles.refusal(kernel, n, m, d, precision, dtype, tiles.MAX_DIMENSION_BACKWARD)
 
 
@@ -54,7 +57,9 @@ def backward(z, s, c, g, *, kernel, precision, interpret=False, family=None, cho
     tiles.check_family(choice, d)
     size = tiles.round_up(n, max(choice.bm, choice.columns * choice.splits))
     operands, body = (
-        (_direct_operands, _direct_body) if choice.family == "direct" else (_dot_operands, _dot_body)
+        (_direct_operands, _direct_body)
+        if choice.family == "direct"
+        else (_dot_operands, _dot_body)
     )
     arrays, specs, width = operands(z, s, c, g / n, kernel, precision, choice.bm, size)
     program = functools.partial(
@@ -125,7 +130,11 @@ def _direct_body(
     position, smooth, slope = lax.fori_loop(0, turns, turn, zeros)
     for x in range(d):
         ds = jnp.sum(smooth[x], axis=1)
-        t = jnp.sum(slope[0], axis=1) * gi_ref[x, :] - ds if kernel == "rbf" else jnp.sum(slope[x], axis=1)
+        t = (
+            jnp.sum(slope[0], axis=1) * gi_ref[x, :] - ds
+            if kernel == "rbf"
+            else jnp.sum(slope[x], axis=1)
+        )
         dz_ref[0, :, x] = jnp.sum(position[x], axis=1) / root + c[x] * t
         ds_ref[0, :, x] = ds
         t_ref[0, :, x] = t
@@ -179,7 +188,9 @@ def _dot_body(*refs, kernel, precision, interpret, choice, turns):
     def turn(t, carry):
         position, smooth, slope, weights, slopes = carry
         norm_j, a_j, (k, g_j, s_j, z_j, *cg_j) = take(pairwise[half:], pl.ds(first + t * bn, bn))
-        f, w, curvature = pairs.profile(kernel, pairs.distances(q, k, norm_i, norm_j[None, :]), interpret)
+        f, w, curvature = pairs.profile(
+            kernel, pairs.distances(q, k, norm_i, norm_j[None, :]), interpret
+        )
         scores = pairs.product(g_i, s_j, (1, 1)) + pairs.product(s_i, g_j, (1, 1))
         repulsion = a_i + a_j[None, :]
         if kernel == "rbf":  # the rest of the repulsion is in v, which stands in for s
@@ -190,7 +201,13 @@ def _dot_body(*refs, kernel, precision, interpret, choice, turns):
             slope = slope + pairs.product(pairs.split_tile(w, precision), g_j, (1, 0))
         position = position + pairs.product(pairs.split_tile(weight, precision), z_j, (1, 0))
         smooth = smooth + pairs.product(pairs.split_tile(f, precision), g_j, (1, 0))
-        return position, smooth, slope, weights + jnp.sum(weight, axis=1), slopes + jnp.sum(w, axis=1)
+        return (
+            position,
+            smooth,
+            slope,
+            weights + jnp.sum(weight, axis=1),
+            slopes + jnp.sum(w, axis=1),
+        )
 
     zero, zero_row = jnp.zeros((bm, z_ref.shape[-1]), jnp.float32), jnp.zeros((bm,), jnp.float32)
     carry = (zero, zero, zero if kernel != "rbf" else zero_row, zero_row, zero_row)

@@ -38,7 +38,18 @@ def supports(kernel, n, m, d, precision, dtype):
 
 
 def forward(
-    zq, zk, s, c, *, kernel, precision, base=None, scale=None, interpret=False, family=None, choice=None
+    zq,
+    zk,
+    s,
+    c,
+    *,
+    kernel,
+    precision,
+    base=None,
+    scale=None,
+    interpret=False,
+    family=None,
+    choice=None,
 ):
     """Direction at the queries, or base + scale * direction.
 
@@ -68,7 +79,9 @@ def forward(
     rows = tiles.round_up(m, choice.bm)
     columns = tiles.round_up(n, choice.columns * choice.splits)
     operands, body = (
-        (_direct_operands, _direct_body) if choice.family == "direct" else (_dot_operands, _dot_body)
+        (_direct_operands, _direct_body)
+        if choice.family == "direct"
+        else (_dot_operands, _dot_body)
     )
     arrays, specs, width = operands(zq, zk, s, c, kernel, precision, choice.bm, rows, columns)
     fused = base is not None and choice.splits == 1
@@ -109,7 +122,12 @@ def _direct_operands(zq, zk, s, c, kernel, precision, bm, rows, columns):
     q = pairs.pad_rows(zq * scale, rows).T
     k = pairs.pad_rows(zk * scale, columns, pairs.FAR)
     arrays = [q, k.T, pairs.pad_rows(s, columns).T, c / scale]
-    specs = [pl.BlockSpec((d, bm), lambda i, split: (0, i)), pl.BlockSpec(), pl.BlockSpec(), pl.BlockSpec()]
+    specs = [
+        pl.BlockSpec((d, bm), lambda i, split: (0, i)),
+        pl.BlockSpec(),
+        pl.BlockSpec(),
+        pl.BlockSpec(),
+    ]
     if kernel == "rbf":
         arrays += [pairs.pad_rows(s - c * zk, columns).T, jnp.sum(k * k, axis=1)]
         specs += [pl.BlockSpec(), pl.BlockSpec()]
@@ -191,7 +209,9 @@ def _dot_operands(zq, zk, s, c, kernel, precision, bm, rows, columns):
     q_parts = pairs.split(q, jnp.float16, precision)
     k_parts = pairs.split(k, jnp.float16, precision)
     values = [s - c * zk] if kernel == "rbf" else [s, -c * zk]
-    value_parts = [y for x in values for y in pairs.split(padded(x, columns), jnp.bfloat16, precision)]
+    value_parts = [
+        y for x in values for y in pairs.split(padded(x, columns), jnp.bfloat16, precision)
+    ]
     norms = jnp.where(jnp.arange(columns) < zk.shape[0], pairs.norms(k_parts), pairs.FAR_NORM)
     tile = _row_block(bm, width)
     arrays = [*q_parts, pairs.norms(q_parts), padded(c * zq, rows), norms, *k_parts, *value_parts]

@@ -20,7 +20,9 @@ from jax import lax
 from jax.experimental.pallas import triton as plt
 
 LOG2E = math.log2(math.e)
-FAR = 1e15  # coordinate of a padded particle: D = 1e30 is finite, and every kernel weight underflows
+FAR = (
+    1e15  # coordinate of a padded particle: D = 1e30 is finite, and every kernel weight underflows
+)
 FAR_NORM = 1e30  # |z|^2 of a padded particle whose coordinates must stay 0 in the products
 MANTISSA = {jnp.float16: (5, 10), jnp.bfloat16: (8, 7)}  # exponent and mantissa bits
 
@@ -112,8 +114,11 @@ def product(left, right, contract):
         # 16-bit operands have one product; DEFAULT only names it. float32 operands ask for IEEE.
         precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
         term = lax.dot_general(
-            a, b, (((contract[0],), (contract[1],)), ((), ())),
-            precision=precision, preferred_element_type=jnp.float32,
+            a,
+            b,
+            (((contract[0],), (contract[1],)), ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
         )
         total = term if total is None else total + term
     return total

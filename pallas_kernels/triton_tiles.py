@@ -40,7 +40,10 @@ class Tiles:
 def refusal(kernel, n, m, d, precision, dtype, largest):
     """(True, "") or (False, what the portable kernels do not cover)."""
     if kernel not in ("rbf", "imq"):
-        return False, f"kernel must be 'rbf' or 'imq' for the portable Pallas kernels, got {kernel!r}"
+        return (
+            False,
+            f"kernel must be 'rbf' or 'imq' for the portable Pallas kernels, got {kernel!r}",
+        )
     if precision not in ("highest", "high", "default"):
         return False, f"precision must be 'highest', 'high' or 'default', got {precision!r}"
     if jnp.dtype(dtype) != jnp.float32:
@@ -48,7 +51,10 @@ def refusal(kernel, n, m, d, precision, dtype, largest):
     if min(n, m, d) < 1:
         return False, f"n, m and d must be at least 1, got {n}, {m} and {d}"
     if d > largest:
-        return False, f"d = {d} is above {largest}: a row tile would leave registers and shared memory"
+        return (
+            False,
+            f"d = {d} is above {largest}: a row tile would leave registers and shared memory",
+        )
     return True, ""
 
 
@@ -80,7 +86,9 @@ def forward_tiles(kernel, n, m, d, precision, family=None):
     if family is None:
         family = "direct" if d <= DIRECT_FORWARD[kernel] else "dot"
     if family == "direct":
-        rows = 8 if d <= 4 and kernel == "rbf" else 4  # a thread: its registers hold rows * (2 d + 1) values
+        rows = (
+            8 if d <= 4 and kernel == "rbf" else 4
+        )  # a thread: its registers hold rows * (2 d + 1) values
         warps, unroll = 8, 4
         while warps > 2 and m <= 128 * rows * warps // 8:
             warps //= 2
