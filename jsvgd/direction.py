@@ -179,11 +179,21 @@ def _compute_dtype(*arrays):
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
-# --- standardised coordinates ----------------------------------------------------------------------
+# --- coordinates -----------------------------------------------------------------------------------
+
+
+class _Raw(NamedTuple):
+    """The inputs in the dtype of the computation, scale = h^-1/2 and drift = repulsion h^-1/2, (d,)."""
+
+    queries: jax.Array
+    particles: jax.Array
+    scores: jax.Array
+    scale: jax.Array
+    drift: jax.Array
 
 
 class _Standardised(NamedTuple):
-    """z = (x - centre) / sqrt(h) for particles and queries, raw scores, drift = repulsion / sqrt(h)."""
+    """z = (x - centre) scale for queries and particles, raw scores, drift."""
 
     queries: jax.Array
     particles: jax.Array
@@ -191,17 +201,21 @@ class _Standardised(NamedTuple):
     drift: jax.Array
 
 
-def _standardise(particles, scores, bandwidth, queries, repulsion) -> _Standardised:
-    """Centre first (phi is translation invariant, rounding is not), then scale by the bandwidth."""
+def _raw(particles, scores, bandwidth, queries, repulsion) -> _Raw:
     dtype = _compute_dtype(particles, scores)
     x, s, h = (a.astype(dtype) for a in (particles, scores, bandwidth))
-    # Any centre gives the same phi, so it carries no derivative. It need not be finite: particles
-    # that have left the domain must not hide behind it.
-    centre = lax.stop_gradient(jnp.mean(x, axis=0))
-    scale = lax.rsqrt(h)
-    z = (x - centre) * scale
-    y = z if queries is None else (queries.astype(dtype) - centre) * scale
-    return _Standardised(y, z, s, jnp.broadcast_to(repulsion * scale, (x.shape[1],)))
+    y = x if queries is None else queries.astype(dtype)
+    scale = jnp.broadcast_to(lax.rsqrt(h), (x.shape[1],))
+    return _Raw(y, x, s, scale, repulsion * scale)
+
+
+def _standardise(raw: _Raw) -> _Standardised:
+    """Centre first (phi is translation invariant, rounding is not), then scale by the bandwidth."""
+    # Any centre gives the same phi, so it carries no derivative.
+    centre = lax.stop_gradient(jnp.mean(raw.particles, axis=0))
+    z = (raw.particles - centre) * raw.scale
+    y = z if raw.queries is raw.particles else (raw.queries - centre) * raw.scale
+    return _Standardised(y, z, raw.scores, raw.drift)
 
 
 @jax.custom_batching.custom_vmap
@@ -218,8 +232,8 @@ def _any_is_far(axis_size, in_batched, half_squared_norm):
 
 
 def _far(a: _Standardised):
-    norms = (0.5 * jnp.max(jnp.sum(z * z, axis=1)) for z in (a.queries, a.particles))
-    return _is_far(lax.stop_gradient(functools.reduce(jnp.maximum, norms)))
+    norms = [0.5 * jnp.max(jnp.sum(z * z, axis=1)) for z in (a.queries, a.particles)]
+    return _is_far(lax.stop_gradient(jnp.maximum(*norms)))
 
 
 # --- the operation ---------------------------------------------------------------------------------
@@ -230,22 +244,7 @@ def _matmul_precision(precision: str) -> lax.Precision:
     return lax.Precision.DEFAULT if precision == "default" else lax.Precision.HIGHEST
 
 
-def _streamed_forward(config: _Config, pairs, a: _Standardised):
-    return streamed.forward(
-        *a, kernel=config.kernel, precision=_matmul_precision(config.precision), pairs=pairs
-    )
-
-
-def _streamed_backward(config: _Config, pairs, a: _Standardised, cotangent):
-    return streamed.backward(
-        *a[1:],
-        cotangent,
-        kernel=config.kernel,
-        precision=_matmul_precision(config.precision),
-        pairs=pairs,
-    )
-
-
+@functools.partial(jax.jit, static_argnums=0)
 def _dense(config: _Config, particles, scores, bandwidth, queries, repulsion):
     dtype = _compute_dtype(particles, scores)
     x, s, h = (a.astype(dtype) for a in (particles, scores, bandwidth))
@@ -254,14 +253,22 @@ def _dense(config: _Config, particles, scores, bandwidth, queries, repulsion):
     return phi.astype(jnp.result_type(particles, scores))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _primal(config: _Config, particles, scores, bandwidth, queries, repulsion):
-    a = _standardise(particles, scores, bandwidth, queries, repulsion)
-    phi = lax.cond(
-        _far(a),
-        functools.partial(_streamed_forward, config, streamed.DIRECT),
-        functools.partial(_streamed_forward, config, streamed.PRODUCTS),
-        a,
-    )
+    raw = _raw(particles, scores, bandwidth, queries, repulsion)
+    near = _standardise(raw)
+    options = {"kernel": config.kernel, "precision": _matmul_precision(config.precision)}
+
+    def by_differences(raw, near):
+        del near
+        pairs = streamed.direct(raw.scale)
+        return streamed.forward(*raw[:3], raw.drift, pairs=pairs, **options)
+
+    def by_products(raw, near):
+        del raw
+        return streamed.forward(*near, **options)
+
+    phi = lax.cond(_far(near), by_differences, by_products, raw, near)
     return phi.astype(jnp.result_type(particles, scores))
 
 
@@ -274,33 +281,39 @@ def _direction_fwd(config, *inputs):
     return _direction(config, *inputs), inputs
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _direction_bwd(config, inputs, cotangent):
-    particles, scores, bandwidth, queries, repulsion = inputs
+    particles, scores, bandwidth, queries, _ = inputs
     if queries is not None:
         # Two sets of rows own the gradient here: XLA derives both passes from the streamed forward.
         _, vjp = jax.vjp(functools.partial(_primal, config), *inputs)
         return vjp(cotangent)
-    a = _standardise(*inputs)
-    g = cotangent.astype(a.particles.dtype)
-    dz, ds, dc = lax.cond(
-        _far(a),
-        functools.partial(_streamed_backward, config, streamed.DIRECT),
-        functools.partial(_streamed_backward, config, streamed.PRODUCTS),
-        a,
-        g,
-    )
+    raw = _raw(*inputs)
+    near = _standardise(raw)
+    g = cotangent.astype(raw.particles.dtype)
+    options = {"kernel": config.kernel, "precision": _matmul_precision(config.precision)}
+
+    def by_differences(raw, near, g):
+        del near
+        pairs = streamed.direct(raw.scale)
+        return streamed.backward(*raw[1:3], raw.drift, g, pairs=pairs, **options)
+
+    def by_products(raw, near, g):
+        del raw
+        return streamed.backward(*near[1:], g, **options)
+
+    d = lax.cond(_far(near), by_differences, by_products, raw, near, g)
     # z = (x - centre) h^-1/2 and c = repulsion h^-1/2.
-    h = bandwidth.astype(dz.dtype)
-    scale = lax.rsqrt(h)
-    dh = -0.5 * (jnp.sum(dz * a.particles, axis=0) + dc * a.drift) / h
+    h = bandwidth.astype(g.dtype)
+    d_bandwidth = -0.5 * (d.log_scale + d.drift * raw.drift) / h
     if h.ndim == 0:
-        dh = jnp.sum(dh)
+        d_bandwidth = jnp.sum(d_bandwidth)
     return (
-        (dz * scale).astype(particles.dtype),
-        ds.astype(scores.dtype),
-        dh.astype(bandwidth.dtype),
+        (d.particles * raw.scale).astype(particles.dtype),
+        d.scores.astype(scores.dtype),
+        d_bandwidth.astype(bandwidth.dtype),
         None,
-        jnp.sum(dc * scale),
+        jnp.sum(d.drift * raw.scale),
     )
 
 

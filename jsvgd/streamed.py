@@ -10,8 +10,8 @@ blocks. Where N is small and d large (a Bayesian network), one block holds all r
 form: one product Z Z^T, one product K V.
 
 Two ways to do the arithmetic of a pair (``PairArithmetic``): by products, |z_i|^2 + |z_j|^2 - 2 z_i.z_j,
-which is what matrix units are for and loses digits once |z|^2 is large; and by direct differences,
-which is exact however far the particles lie apart, at the price of N^2 d elementwise work.
+which is what matrix units are for and loses digits once |z|^2 is large; and by direct differences of the
+raw particles, which is exact however far they lie apart, at the price of N^2 d elementwise work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from jax import lax
 
 from jsvgd.kernels import RBF, RadialKernel
 
-__all__ = ["DIRECT", "PRODUCTS", "PairArithmetic", "backward", "forward", "map_row_blocks"]
+__all__ = [
+    "PRODUCTS",
+    "Gradient",
+    "PairArithmetic",
+    "backward",
+    "direct",
+    "forward",
+    "map_row_blocks",
+]
 
 # Elements of one block of pair values. Two cores keep 1 MB of float32 in their caches; a GPU wants
 # enough rows to fill its multiprocessors.
@@ -40,6 +48,8 @@ class PairArithmetic(NamedTuple):
       project: (a (B, d), q, z, precision) -> a_i . (q_i - z_j), (B, N).
       project_back: (a (N, d), q, z, precision) -> a_j . (z_j - q_i), (B, N).
       contract: (weights (B, N), q, z, precision) -> sum_j weights_ij (q_i - z_j), (B, d).
+      moments: (``BackwardBlock``, z, drift) -> rows (B, d) whose sums are the gradients in the drift
+        and in the logarithm of the scale.
       elements_a_pair: how many numbers of scratch a pair may cost, for a given d.
     """
 
@@ -47,6 +57,7 @@ class PairArithmetic(NamedTuple):
     project: Callable
     project_back: Callable
     contract: Callable
+    moments: Callable
     elements_a_pair: Callable[[int], int]
 
 
@@ -71,24 +82,20 @@ def _contract_by_products(weights, q, z, precision):
     return jnp.sum(weights, axis=1)[:, None] * q - _product(weights, z, precision)
 
 
-def _half_squared_directly(q, z, precision):
-    del precision
-    return 0.5 * jnp.sum((q[:, None, :] - z[None, :, :]) ** 2, axis=2)
+class BackwardBlock(NamedTuple):
+    """What a block of rows of the backward pass has at hand for ``PairArithmetic.moments``."""
+
+    z: jax.Array
+    g: jax.Array
+    slope: jax.Array
+    symmetric: jax.Array
+    exchange: jax.Array
+    d_particles: jax.Array
 
 
-def _project_directly(a, q, z, precision):
-    del precision
-    return jnp.sum(a[:, None, :] * (q[:, None, :] - z[None, :, :]), axis=2)
-
-
-def _project_back_directly(a, q, z, precision):
-    del precision
-    return jnp.sum(a[None, :, :] * (z[None, :, :] - q[:, None, :]), axis=2)
-
-
-def _contract_directly(weights, q, z, precision):
-    del precision
-    return jnp.sum(weights[:, :, None] * (q[:, None, :] - z[None, :, :]), axis=1)
+def _moments_by_products(block: BackwardBlock, z, drift):
+    del z, drift
+    return block.z * block.exchange, block.z * block.d_particles
 
 
 PRODUCTS = PairArithmetic(
@@ -96,15 +103,46 @@ PRODUCTS = PairArithmetic(
     _project_by_products,
     _project_back_by_products,
     _contract_by_products,
+    _moments_by_products,
     lambda d: 1,
 )
-DIRECT = PairArithmetic(
-    _half_squared_directly,
-    _project_directly,
-    _project_back_directly,
-    _contract_directly,
-    lambda d: d,
-)
+
+
+def direct(scale: jax.Array | float = 1.0) -> PairArithmetic:
+    """Arithmetic by differences of unscaled particles x, z_i - z_j = scale (x_i - x_j).
+
+    Differences come first, scaling second: near pairs of a far cluster keep all their digits.
+    """
+
+    def differences(q, x):
+        return scale * (q[:, None, :] - x[None, :, :])
+
+    def half_squared_distances(q, x, precision):
+        del precision
+        return 0.5 * jnp.sum(differences(q, x) ** 2, axis=2)
+
+    def project(a, q, x, precision):
+        del precision
+        return jnp.sum(a[:, None, :] * differences(q, x), axis=2)
+
+    def project_back(a, q, x, precision):
+        del precision
+        return -jnp.sum(a[None, :, :] * differences(q, x), axis=2)
+
+    def contract(weights, q, x, precision):
+        del precision
+        return jnp.sum(weights[:, :, None] * differences(q, x), axis=1)
+
+    def moments(block: BackwardBlock, x, drift):
+        # sum_i z_i dz_i cancels where |z| is large; these are the same sums over differences.
+        difference = differences(block.z, x)
+        d_drift = block.g * jnp.sum(block.slope[:, :, None] * difference, axis=1)
+        spread = jnp.sum(block.symmetric[:, :, None] * difference**2, axis=1)
+        return d_drift, drift * d_drift - 0.5 * spread
+
+    return PairArithmetic(
+        half_squared_distances, project, project_back, contract, moments, lambda d: d
+    )
 
 
 def map_row_blocks(function: Callable, rows: tuple[jax.Array, ...], elements_a_row: int):
@@ -152,7 +190,7 @@ def forward(
       drift: c = repulsion / sqrt(h), (d,).
       kernel: the radial kernel.
       precision: of every matrix product.
-      pairs: ``PRODUCTS`` or ``DIRECT``.
+      pairs: ``PRODUCTS``, or ``direct(scale)`` with unscaled queries and particles.
 
     Returns:
       (M, d).
@@ -172,6 +210,22 @@ def forward(
     return map_row_blocks(block, (queries,), n * pairs.elements_a_pair(d)) / n
 
 
+class Gradient(NamedTuple):
+    """Gradients of the direction of particles on themselves.
+
+    Attributes:
+      particles: in z, (N, d).
+      scores: in s, (N, d).
+      drift: in c, (d,).
+      log_scale: in log(scale) at a fixed drift, sum_i z_i dz_i, (d,).
+    """
+
+    particles: jax.Array
+    scores: jax.Array
+    drift: jax.Array
+    log_scale: jax.Array
+
+
 def backward(
     particles: jax.Array,
     scores: jax.Array,
@@ -181,7 +235,7 @@ def backward(
     kernel: RadialKernel,
     precision: lax.Precision,
     pairs: PairArithmetic = PRODUCTS,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Gradient:
     """Vector-Jacobian product of ``forward(z, z, s, c)``, in one pass of row owners.
 
     With g the cotangent over N, T_ij = w_ij g_i.s_j + f''_ij (c g_i).(z_i - z_j) is minus the derivative
@@ -192,11 +246,8 @@ def backward(
         dc   = sum_i z_i (rowsum(w)_i g_i - sum_j w_ij g_j)
 
     Args:
-      particles, scores, drift: as in ``forward``.
+      particles, scores, drift, kernel, precision, pairs: as in ``forward``.
       cotangent: (N, d).
-
-    Returns:
-      Gradients in z (N, d), s (N, d) and c (d,).
     """
     n, d = particles.shape
     g = cotangent / n
@@ -223,9 +274,10 @@ def backward(
         slope_g = d_scores if kernel is RBF else _product(slope, g, precision)
         exchange = jnp.sum(slope, axis=1)[:, None] * g_i - slope_g
         d_particles = drift * exchange - pairs.contract(symmetric, z_i, particles, precision)
-        return d_particles, d_scores, z_i * exchange
+        rows = BackwardBlock(z_i, g_i, slope, symmetric, exchange, d_particles)
+        return d_particles, d_scores, *pairs.moments(rows, particles, drift)
 
-    d_particles, d_scores, d_drift = map_row_blocks(
+    d_particles, d_scores, d_drift, d_log_scale = map_row_blocks(
         block, (particles, scores, g), n * pairs.elements_a_pair(d)
     )
-    return d_particles, d_scores, jnp.sum(d_drift, axis=0)
+    return Gradient(d_particles, d_scores, jnp.sum(d_drift, axis=0), jnp.sum(d_log_scale, axis=0))

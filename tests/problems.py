@@ -1,0 +1,61 @@
+"""Inputs, the float64 oracle on exactly those inputs, and the two measures of rounding error."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jsvgd import reference
+
+
+def draw(n, d, *, seed=0, offset=0.0, scale=1.0, dtype=np.float32):
+    """Particles N(offset, scale^2 I) and the scores of N(offset, scale^2 I) with a little noise."""
+    rng = np.random.default_rng([seed, n, d])
+    x = rng.normal(size=(n, d)) * scale + offset
+    s = -(x - offset) / scale**2 + 0.1 * rng.normal(size=(n, d))
+    return x.astype(dtype), s.astype(dtype)
+
+
+def bandwidth_for(x):
+    """About what the median rule gives on N(0, I), without its cost."""
+    n, d = x.shape
+    variance = np.var(np.asarray(x, np.float64), axis=0).mean() if n > 1 else 1.0
+    return np.float32(2 * d * max(variance, 1e-3) / max(np.log(n), 1.0))
+
+
+def oracle(x, s, h, **options):
+    """``jsvgd.reference.direction`` in float64."""
+    options = {k: wide(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    with jax.enable_x64(True):
+        return np.asarray(reference.direction(wide(x), wide(s), wide(h), **options))
+
+
+def oracle_gradients(x, s, h, cotangent, **options):
+    """Gradients of sum(cotangent * direction) in x, s and h, in float64."""
+
+    def objective(x, s, h):
+        return jnp.sum(wide(cotangent) * reference.direction(x, s, h, **options))
+
+    with jax.enable_x64(True):
+        gradients = jax.jit(jax.grad(objective, (0, 1, 2)))(wide(x), wide(s), wide(h))
+        return [np.asarray(g) for g in gradients]
+
+
+def wide(a):
+    return np.asarray(a, np.float64)
+
+
+def relative_error(value, expected):
+    """||value - expected|| / ||expected||."""
+    value, expected = wide(value), wide(expected)
+    assert value.shape == expected.shape
+    scale = np.linalg.norm(expected)
+    return np.linalg.norm(value - expected) / (scale if scale > 0 else 1.0)
+
+
+def termwise_error(value, expected, x, s, h):
+    """max |value - expected| / the sum of the terms' magnitudes: phi cancels, its terms do not."""
+    x, s, h = wide(x), wide(s), wide(h)
+    difference = x[:, None] - x[None]
+    k = np.exp(-np.sum(difference**2 / (2 * h), axis=-1))
+    terms = (k @ np.abs(s) + np.sum(k[..., None] * np.abs(difference), axis=1) / h) / len(x)
+    return np.max(np.abs(wide(value) - expected) / terms)
