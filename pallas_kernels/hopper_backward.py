@@ -95,6 +95,11 @@ def _batched(z, s, c, g, *, precision, plan):
         dtype=jnp.bfloat16,
     )
     packed = [jax.vmap(lambda x: pack(operands.pad_to(x, rows)))(x) for x in (y, s - drift, gn)]
+    if tiles.half_exponent:
+        pack = functools.partial(pack, dtype=jnp.float16)
+        packed.insert(0, jax.vmap(lambda x: pack(operands.pad_to(x, rows)))(y))
+    else:
+        packed.insert(0, packed[0])
     half = jnp.pad(
         0.5 * jnp.sum(y * y, -1), [(0, 0), (0, rows - n)], constant_values=FAR
     )
@@ -108,14 +113,18 @@ def _batched(z, s, c, g, *, precision, plan):
     return dz, kg, jnp.sum(z * drag, axis=1)
 
 
-def launch(y, v, g, half, own, *, layout: Layout, tiles: BackwardTiles, batch: int, steps: int):
-    """The kernel: packed operands to K gn, W y (splits, rows, width) and row sums of K and W."""
+def launch(x, y, v, g, half, own, *, layout: Layout, tiles: BackwardTiles, batch: int, steps: int):
+    """The kernel: packed operands to K gn, W y (splits, rows, width) and row sums of K and W.
+
+    x is y for the exponent's product (float16 where ``tiles.half_exponent``).
+    """
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     bq, bk, wgs = tiles.block_q, tiles.block_k, tiles.warpgroups
     chunks, lane = layout.chunks, layout.lane
     rows = y.shape[0] // batch
+    own_exponent = int(tiles.half_exponent)
     pieces = ((0, 0), (0, 1), (1, 0)) if layout.pieces == 2 else ((0, 0),)
     low = layout.pieces == 2
     transforms = (plgpu.TilingTransform((8, lane)), plgpu.SwizzleTransform(2 * lane))
@@ -137,15 +146,15 @@ def launch(y, v, g, half, own, *, layout: Layout, tiles: BackwardTiles, batch: i
         hi = t.astype(jnp.bfloat16)
         return (hi, (t - hi.astype(jnp.float32)).astype(jnp.bfloat16)) if low else (hi,)
 
-    def body(y_ref, v_ref, g_ref, a_ref, t_ref, kg_ref, wy_ref, ks_ref, ws_ref, *scratch):
-        (y_q, v_q, g_q, a_q, t_q), bars = scratch[:5], scratch[5]
+    def body(x_ref, y_ref, v_ref, g_ref, a_ref, t_ref, kg_ref, wy_ref, ks_ref, ws_ref, *scratch):
+        (x_q, v_q, g_q, a_q, t_q), bars = scratch[:5], scratch[5]
         wg = lax.axis_index("wg")
         part = lax.axis_index("s")
         problem = lax.axis_index("b")
         base = problem * rows + lax.axis_index("q") * (bq * wgs) + wg * bq
 
         def context(pipeline):
-            sources = (y_ref, v_ref, g_ref, a_ref, t_ref)
+            sources = (x_ref, v_ref, g_ref, a_ref, t_ref)
             for i, (source, target) in enumerate(zip(sources, scratch[:5], strict=True)):
                 plgpu.copy_gmem_to_smem(
                     source.at[pl.ds(base, bq)], target.at[wg], bars.at[i * wgs + wg]
@@ -180,51 +189,63 @@ def launch(y, v, g, half, own, *, layout: Layout, tiles: BackwardTiles, batch: i
             for i, j in pieces:
                 plgpu.wgmma(ref, weights[i], columns(key, 0, j))
 
+        def arrive(barriers):
+            for barrier in barriers:
+                plgpu.barrier_arrive(barrier)
+
+        def wait_and_load(vector, barrier):
+            plgpu.barrier_wait(barrier)
+            return plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(0))
+
+        count = tiles.key_operands * chunks + 2
+
+        def grouped(refs):
+            x, v, g = (refs[i * chunks : (i + 1) * chunks] for i in range(3))
+            return x, v, g, refs[3 * chunks : 3 * chunks + 2], refs[3 * chunks + 2 :] or x
+
         def step(_, *refs):
-            count = 3 * chunks + 2
-            tensors, ready, done = (refs[i * count : (i + 1) * count] for i in range(3))
-            y_s, v_s, g_s = (tensors[i * chunks : (i + 1) * chunks] for i in range(3))
-            y_done, v_done, g_done = (done[i * chunks : (i + 1) * chunks] for i in range(3))
+            # Operands in the order of their first use: x (if apart from y), v, g, a, t, y.
+            x_s, v_s, g_s, vectors, y_s = grouped(refs[:count])
+            x_ready, v_ready, g_ready, vectors_ready, y_ready = grouped(refs[count : 2 * count])
+            x_done, v_done, g_done, vectors_done, y_done = grouped(refs[2 * count : 3 * count])
             kg, wy, k_sum, w_sum, ai, ti = refs[-1]
             issued = len(pieces)
 
-            def products(e_ref, c_ref, *sums):
-                kg_refs, wy_refs = sums[:chunks], sums[chunks:]
+            def products(e_ref, c_ref, *wide_refs):
+                kg_refs, wy_refs = wide_refs[:chunks], wide_refs[chunks:]
                 for i in range(chunks):
-                    plgpu.barrier_wait(ready[i])
-                    product(e_ref, y_q, y_s[i], i)
+                    plgpu.barrier_wait(x_ready[i])
+                    product(e_ref, x_q, x_s[i], i)
                 for i in range(chunks):
-                    plgpu.barrier_wait(ready[chunks + i])
+                    plgpu.barrier_wait(v_ready[i])
                     product(c_ref, g_q, v_s[i], i)
                 for i in range(chunks):
-                    plgpu.barrier_wait(ready[2 * chunks + i])
+                    plgpu.barrier_wait(g_ready[i])
                     product(c_ref, v_q, g_s[i], i)
-                plgpu.barrier_wait(ready[3 * chunks])
-                plgpu.barrier_wait(ready[3 * chunks + 1])
-                aj = plgpu.load(tensors[3 * chunks], layout=plgpu.Layout.WGMMA.reduce(0))
-                tj = plgpu.load(tensors[3 * chunks + 1], layout=plgpu.Layout.WGMMA.reduce(0))
-                plgpu.barrier_arrive(done[3 * chunks])
-                plgpu.barrier_arrive(done[3 * chunks + 1])
+                aj, tj = (wait_and_load(v, b) for v, b in zip(vectors, vectors_ready, strict=True))
+                arrive(vectors_done)
                 # K while the products of C run.
                 e = plgpu.wgmma_accumulator_load(e_ref, wait_n=2 * chunks * issued)
+                if own_exponent:
+                    arrive(x_done)
                 k = jnp.exp2(jnp.minimum(e - down(ai) - across(aj), 0.0))
                 weights = halves(k)
                 for i in range(chunks):
                     weigh(kg_refs[i], weights, g_s[i])
                 # W while the products of K gn run.
                 cross = plgpu.wgmma_accumulator_load(c_ref, wait_n=chunks * issued)
-                for barrier in v_done:
-                    plgpu.barrier_arrive(barrier)
+                arrive(v_done)
                 w = k * (cross + down(ti) + across(tj))
                 sums = k.sum(axis=1), w.sum(axis=1)
                 weights = halves(w)
                 for i in range(chunks):
+                    if own_exponent:
+                        plgpu.barrier_wait(y_ready[i])
                     weigh(wy_refs[i], weights, y_s[i])
                 first = [
                     plgpu.wgmma_accumulator_load(ref, wait_n=chunks * issued) for ref in kg_refs
                 ]
-                for barrier in g_done:
-                    plgpu.barrier_arrive(barrier)
+                arrive(g_done)
                 plgpu.wgmma_wait(0)
                 return first, [ref[...] for ref in wy_refs], sums
 
@@ -232,8 +253,7 @@ def launch(y, v, g, half, own, *, layout: Layout, tiles: BackwardTiles, batch: i
             kg_new, wy_new, sums = pl.run_scoped(
                 products, square, square, *[wide] * (2 * chunks)
             )
-            for barrier in y_done:
-                plgpu.barrier_arrive(barrier)
+            arrive(y_done)
             kg = tuple(a + b for a, b in zip(kg, kg_new, strict=True))
             wy = tuple(a + b for a, b in zip(wy, wy_new, strict=True))
             return kg, wy, k_sum + sums[0], w_sum + sums[1], ai, ti
@@ -245,6 +265,7 @@ def launch(y, v, g, half, own, *, layout: Layout, tiles: BackwardTiles, batch: i
                 transforms=transforms,
             )
 
+        blocks = [block(chunk) for chunk in range(chunks)]
         vector = plgpu.BlockSpec(block_shape=(bk,), index_map=lambda i: (i,))
         pipeline = plgpu.emit_pipeline_warp_specialized(
             step,
@@ -256,26 +277,27 @@ def launch(y, v, g, half, own, *, layout: Layout, tiles: BackwardTiles, batch: i
             manual_produced_barriers=True,
             manual_consumed_barriers=True,
             compute_context=context,
-            in_specs=[block(chunk) for _ in range(3) for chunk in range(chunks)] + [vector] * 2,
+            in_specs=[*blocks * 3, vector, vector, *blocks * own_exponent],
         )
         keys = pl.ds(problem * rows + part * (steps * bk), steps * bk)
-        matrices = [ref.at[keys] for ref in (y_ref, v_ref, g_ref) for _ in range(chunks)]
-        pipeline(*matrices, a_ref.at[keys], t_ref.at[keys])
+        first = [ref.at[keys] for ref in (x_ref, v_ref, g_ref) for _ in range(chunks)]
+        last = [y_ref.at[keys]] * (chunks * own_exponent)
+        pipeline(*first, a_ref.at[keys], t_ref.at[keys], *last)
 
     matrix = jax.ShapeDtypeStruct((tiles.splits, batch * rows, chunks * lane), jnp.float32)
     vector = jax.ShapeDtypeStruct((tiles.splits, batch * rows), jnp.float32)
-    own_matrix = plgpu.SMEM((wgs, bq, layout.columns), jnp.bfloat16, transforms=transforms)
+    own_matrices = [
+        plgpu.SMEM((wgs, bq, layout.columns), t.dtype, transforms=transforms) for t in (x, v, g)
+    ]
     own_vector = plgpu.SMEM((wgs, bq), jnp.float32)
     return plgpu.kernel(
         body,
         out_type=[matrix, matrix, vector, vector],
-        scratch_types=[own_matrix] * 3
-        + [own_vector] * 2
-        + [plgpu.Barrier(num_barriers=5 * wgs)],
+        scratch_types=[*own_matrices, own_vector, own_vector, plgpu.Barrier(num_barriers=5 * wgs)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         grid=(rows // (bq * wgs), tiles.splits, batch),
         grid_names=("q", "s", "b"),
         num_threads=wgs + 1,
         thread_name="wg",
         kernel_name=NAME,
-    )(y, v, g, half, own)
+    )(x, y, v, g, half, own)

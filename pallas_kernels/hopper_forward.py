@@ -141,8 +141,8 @@ def _batched(zq, zk, s, c, *, precision, plan):
     total, weight = launch(*flat, layout=layout, tiles=tiles, batch=b, steps=steps)
     total = total.sum(0).reshape(b, rows_q, -1)[:, :m]
     if layout.packed:
-        weight = total[..., d]
-        total = total[..., :d] + total[..., d + 1 : 2 * d + 1]
+        weight = total[..., 0]
+        total = total[..., 1 : 3 * d + 1].reshape(b, m, 3, d).sum(2)
     else:
         weight = weight.sum(0).reshape(b, rows_q)[:, :m]
         total = total[..., :d]

@@ -10,7 +10,7 @@ split   The pieces of every block of ``lane`` columns lie side by side, ``[hi | 
         brings both; the kernel issues the three products.
 packed  Few dimensions: the three products become one by lying along the contraction, half norms
         included: ``[hi, lo, hi, -a_hi, -a_lo, 1, 1] . [hi, hi, lo, 1, 1, -a_hi, -a_lo]`` is the whole
-        exponent. Values are ``[hi, 1, lo]``: one product carries both halves and the row sum.
+        exponent. Values are ``[1, hi, mid, lo]``: one product carries all 24 bits and the row sum.
 
 The exponent's operands are float16 (11 + 11 bits: standardised particles fit its range, which ends at
 65504); values keep bfloat16 (8 + 8 bits), because scores may have any magnitude.
@@ -24,7 +24,17 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-__all__ = ["FAR", "LOG2E_ROOT", "Layout", "layout_for", "pack_pair", "pad_to", "split_pair"]
+__all__ = [
+    "FAR",
+    "LOG2E_ROOT",
+    "Layout",
+    "exponent_operands",
+    "layout_for",
+    "pack_pair",
+    "pad_to",
+    "split_pair",
+    "value_operand",
+]
 
 LOG2E_ROOT = math.sqrt(math.log2(math.e))
 """Particles times this give exponents in base two: exp(-u) = exp2(-u log2 e)."""
@@ -69,7 +79,7 @@ class Layout(NamedTuple):
 def layout_for(d: int, precision: str, packed_up_to: int) -> Layout:
     """The layout for d dimensions; packed where ``d <= packed_up_to`` and the pieces are two."""
     if precision == "high" and d <= packed_up_to:
-        return Layout(True, _lane(3 * d + 4), _lane(2 * d + 1), 1, 1)
+        return Layout(True, _lane(3 * d + 4), _lane(3 * d + 1), 1, 1)
     lane = _lane(min(d, 64))
     return Layout(False, lane, lane, -(-d // lane), 2 if precision == "high" else 1)
 
@@ -135,10 +145,14 @@ def exponent_operands(yq: Array, yk: Array, layout: Layout, rows_q: int, rows_k:
 
 
 def value_operand(v: Array, layout: Layout, rows: int) -> Array:
-    """(N, d) float32 to the bfloat16 values (rows, value_columns); padded rows are zero."""
+    """(N, d) float32 to the bfloat16 values (rows, value_columns); padded rows are zero.
+
+    Packed, the columns are ``[1, hi, mid, lo]`` of widths 1, d, d, d.
+    """
     if not layout.packed:
         v = pad_to(v, rows)
         return pack_pair(v, layout.value_lane, layout.chunks, layout.pieces, jnp.bfloat16)
-    vh, vl = split_pair(v, jnp.bfloat16)
-    columns = jnp.concatenate([vh, jnp.ones_like(vh[:, :1]), vl], axis=1)
+    hi = lax.reduce_precision(v, 8, 7)
+    pieces = hi.astype(jnp.bfloat16), *split_pair(v - hi, jnp.bfloat16)
+    columns = jnp.concatenate([jnp.ones_like(pieces[0][:, :1]), *pieces], axis=1)
     return pad_to(columns, rows, layout.value_lane)
