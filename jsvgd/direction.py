@@ -1,23 +1,16 @@
-"""The differentiable SVGD operation: checks, centring, choice of implementation, custom_vjp."""
+"""The SVGD direction and update as a user calls them: arguments checked, implementation chosen."""
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jsvgd import dispatch, reference, streamed
+from jsvgd import dispatch, operation
 from jsvgd.arguments import check_bandwidth, check_matrix
 from jsvgd.kernels import RadialKernel, get_kernel
+from jsvgd.operation import Config, compute_dtype
 
 __all__ = ["svgd_direction", "svgd_update"]
-
-# Above this max|z|^2 / 2 the expansion |x|^2 + |y|^2 - 2xy has lost more than ten of its bits, and the
-# pairs are computed by direct differences instead.
-FAR = 1000.0
 
 
 def svgd_direction(
@@ -72,32 +65,16 @@ def svgd_direction(
       >>> jsvgd.svgd_direction(x, -x, jsvgd.median_bandwidth(x)).shape
       (100, 3)
     """
-    particles, scores, queries, bandwidth = _check_arrays(particles, scores, queries, bandwidth)
-    config = _check_config(
+    return _dispatch(
         particles,
         scores,
-        queries,
+        bandwidth,
+        queries=queries,
         kernel=kernel,
+        repulsion=repulsion,
         precision=precision,
         implementation=implementation,
     )
-    repulsion = jnp.asarray(repulsion, dtype=_compute_dtype(particles, scores))
-    if repulsion.ndim:
-        raise ValueError(f"repulsion must be a scalar, got shape {repulsion.shape}")
-    if implementation == "dense":
-        return _dense(config, particles, scores, bandwidth, queries, repulsion)
-    if implementation == "xla":
-        # By XLA's own operations throughout, so that forward mode works too.
-        return _primal(config, particles, scores, bandwidth, queries, repulsion)
-    try:
-        return _direction(config, particles, scores, bandwidth, queries, repulsion)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(
-            "svgd_direction is differentiated in forward mode (jvp, jacfwd, hessian), which its "
-            'custom_vjp does not have; pass implementation="xla", which does'
-        ) from error
 
 
 def svgd_update(
@@ -119,19 +96,55 @@ def svgd_update(
     """
     if options.get("queries") is not None:
         raise ValueError("queries do not apply to svgd_update: it moves the particles themselves")
+    dtype = compute_dtype(jnp.asarray(particles), jnp.asarray(scores))
+    step_size = jnp.asarray(step_size, dtype)
+    if step_size.ndim == 0:
+        return _dispatch(particles, scores, bandwidth, step_size=step_size, **options)
     phi = svgd_direction(particles, scores, bandwidth, **options)
-    dtype = _compute_dtype(particles, scores)
-    moved = jnp.asarray(particles, dtype) + jnp.asarray(step_size, dtype) * phi.astype(dtype)
+    moved = jnp.asarray(particles, dtype) + step_size * phi.astype(dtype)
     return moved.astype(phi.dtype)
 
 
-class _Config(NamedTuple):
-    kernel: RadialKernel
-    precision: str
-    implementation: str
-
-
-# --- checks ---------------------------------------------------------------------------------------
+def _dispatch(
+    particles,
+    scores,
+    bandwidth,
+    *,
+    queries=None,
+    kernel="rbf",
+    repulsion=1.0,
+    precision="high",
+    implementation=None,
+    step_size=None,
+):
+    """The direction, or particles + step_size * direction, for unchecked arguments."""
+    particles, scores, queries, bandwidth = _check_arrays(particles, scores, queries, bandwidth)
+    config = _check_config(
+        particles,
+        scores,
+        queries,
+        kernel=kernel,
+        precision=precision,
+        implementation=implementation,
+    )
+    repulsion = jnp.asarray(repulsion, dtype=compute_dtype(particles, scores))
+    if repulsion.ndim:
+        raise ValueError(f"repulsion must be a scalar, got shape {repulsion.shape}")
+    inputs = (particles, scores, bandwidth, queries, repulsion, step_size)
+    if config.implementation == "dense":
+        return operation.dense(config, *inputs)
+    if implementation == "xla":
+        # By XLA's own operations throughout, so that forward mode works too.
+        return operation.evaluate(config, *inputs)
+    try:
+        return operation.direction(config, *inputs)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            "svgd_direction is differentiated in forward mode (jvp, jacfwd, hessian), which its "
+            'custom_vjp does not have; pass implementation="xla", which does'
+        ) from error
 
 
 def _check_arrays(particles, scores, queries, bandwidth):
@@ -151,17 +164,19 @@ def _check_arrays(particles, scores, queries, bandwidth):
     return particles, scores, queries, check_bandwidth(bandwidth, particles.shape[1])
 
 
-def _check_config(particles, scores, queries, *, kernel, precision, implementation) -> _Config:
+def _check_config(particles, scores, queries, *, kernel, precision, implementation) -> Config:
     kernel = get_kernel(kernel)
     if precision not in dispatch.PRECISIONS:
         raise ValueError(f"precision must be one of {dispatch.PRECISIONS}, got {precision!r}")
+    dtype = compute_dtype(particles, scores)
+    n, d = particles.shape
+    m = n if queries is None else queries.shape[0]
     if implementation is None:
-        n, d = particles.shape
         implementation = dispatch.choose(
             n,
-            n if queries is None else queries.shape[0],
+            m,
             d,
-            dtype=_compute_dtype(particles, scores),
+            dtype=dtype,
             kernel=kernel,
             precision=precision,
             platform=jax.default_backend(),
@@ -171,150 +186,10 @@ def _check_config(particles, scores, queries, *, kernel, precision, implementati
             f"implementation must be None or one of {dispatch.IMPLEMENTATIONS}, "
             f"got {implementation!r}"
         )
-    return _Config(kernel, precision, implementation)
-
-
-def _compute_dtype(*arrays):
-    """float64 where the inputs are, float32 for everything narrower."""
-    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
-
-
-# --- coordinates -----------------------------------------------------------------------------------
-
-
-class _Raw(NamedTuple):
-    """The inputs in the dtype of the computation, scale = h^-1/2 and drift = repulsion h^-1/2, (d,)."""
-
-    queries: jax.Array
-    particles: jax.Array
-    scores: jax.Array
-    scale: jax.Array
-    drift: jax.Array
-
-
-class _Standardised(NamedTuple):
-    """z = (x - centre) scale for queries and particles, raw scores, drift."""
-
-    queries: jax.Array
-    particles: jax.Array
-    scores: jax.Array
-    drift: jax.Array
-
-
-def _raw(particles, scores, bandwidth, queries, repulsion) -> _Raw:
-    dtype = _compute_dtype(particles, scores)
-    x, s, h = (a.astype(dtype) for a in (particles, scores, bandwidth))
-    y = x if queries is None else queries.astype(dtype)
-    scale = jnp.broadcast_to(lax.rsqrt(h), (x.shape[1],))
-    return _Raw(y, x, s, scale, repulsion * scale)
-
-
-def _standardise(raw: _Raw) -> _Standardised:
-    """Centre first (phi is translation invariant, rounding is not), then scale by the bandwidth."""
-    # Any centre gives the same phi, so it carries no derivative.
-    centre = lax.stop_gradient(jnp.mean(raw.particles, axis=0))
-    z = (raw.particles - centre) * raw.scale
-    y = z if raw.queries is raw.particles else (raw.queries - centre) * raw.scale
-    return _Standardised(y, z, raw.scores, raw.drift)
-
-
-@jax.custom_batching.custom_vmap
-def _is_far(half_squared_norm):
-    return half_squared_norm > FAR
-
-
-@_is_far.def_vmap
-def _any_is_far(axis_size, in_batched, half_squared_norm):
-    # One answer for the whole batch: under vmap a batched lax.cond would run both of its branches.
-    # The far path is right for near particles too.
-    del axis_size, in_batched
-    return _is_far(jnp.max(half_squared_norm, axis=0)), False
-
-
-def _far(a: _Standardised):
-    norms = [0.5 * jnp.max(jnp.sum(z * z, axis=1)) for z in (a.queries, a.particles)]
-    return _is_far(lax.stop_gradient(jnp.maximum(*norms)))
-
-
-# --- the operation ---------------------------------------------------------------------------------
-
-
-def _matmul_precision(precision: str) -> lax.Precision:
-    """Set on every product: XLA's own default for float32 on a GPU is one pass of TF32."""
-    return lax.Precision.DEFAULT if precision == "default" else lax.Precision.HIGHEST
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _dense(config: _Config, particles, scores, bandwidth, queries, repulsion):
-    dtype = _compute_dtype(particles, scores)
-    x, s, h = (a.astype(dtype) for a in (particles, scores, bandwidth))
-    y = None if queries is None else queries.astype(dtype)
-    phi = reference.direction(x, s, h, queries=y, kernel=config.kernel, repulsion=repulsion)
-    return phi.astype(jnp.result_type(particles, scores))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _primal(config: _Config, particles, scores, bandwidth, queries, repulsion):
-    raw = _raw(particles, scores, bandwidth, queries, repulsion)
-    near = _standardise(raw)
-    options = {"kernel": config.kernel, "precision": _matmul_precision(config.precision)}
-
-    def by_differences(raw, near):
-        del near
-        pairs = streamed.direct(raw.scale)
-        return streamed.forward(*raw[:3], raw.drift, pairs=pairs, **options)
-
-    def by_products(raw, near):
-        del raw
-        return streamed.forward(*near, **options)
-
-    phi = lax.cond(_far(near), by_differences, by_products, raw, near)
-    return phi.astype(jnp.result_type(particles, scores))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _direction(config: _Config, particles, scores, bandwidth, queries, repulsion):
-    return _primal(config, particles, scores, bandwidth, queries, repulsion)
-
-
-def _direction_fwd(config, *inputs):
-    return _direction(config, *inputs), inputs
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _direction_bwd(config, inputs, cotangent):
-    particles, scores, bandwidth, queries, _ = inputs
-    if queries is not None:
-        # Two sets of rows own the gradient here: XLA derives both passes from the streamed forward.
-        _, vjp = jax.vjp(functools.partial(_primal, config), *inputs)
-        return vjp(cotangent)
-    raw = _raw(*inputs)
-    near = _standardise(raw)
-    g = cotangent.astype(raw.particles.dtype)
-    options = {"kernel": config.kernel, "precision": _matmul_precision(config.precision)}
-
-    def by_differences(raw, near, g):
-        del near
-        pairs = streamed.direct(raw.scale)
-        return streamed.backward(*raw[1:3], raw.drift, g, pairs=pairs, **options)
-
-    def by_products(raw, near, g):
-        del raw
-        return streamed.backward(*near[1:], g, **options)
-
-    d = lax.cond(_far(near), by_differences, by_products, raw, near, g)
-    # z = (x - centre) h^-1/2 and c = repulsion h^-1/2.
-    h = bandwidth.astype(g.dtype)
-    d_bandwidth = -0.5 * (d.log_scale + d.drift * raw.drift) / h
-    if h.ndim == 0:
-        d_bandwidth = jnp.sum(d_bandwidth)
-    return (
-        (d.particles * raw.scale).astype(particles.dtype),
-        d.scores.astype(scores.dtype),
-        d_bandwidth.astype(bandwidth.dtype),
-        None,
-        jnp.sum(d.drift * raw.scale),
-    )
-
-
-_direction.defvjp(_direction_fwd, _direction_bwd)
+    else:
+        takes, why_not = dispatch.supports(
+            implementation, n, m, d, dtype=dtype, kernel=kernel, precision=precision
+        )
+        if not takes:
+            raise ValueError(f"implementation={implementation!r} does not take this: {why_not}")
+    return Config(kernel, precision, implementation)

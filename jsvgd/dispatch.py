@@ -6,12 +6,15 @@ The one place that knows the implementations, what each can take, and the measur
 
 from __future__ import annotations
 
+import importlib
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jsvgd.kernels import RadialKernel, get_kernel
+from jsvgd import streamed
+from jsvgd.kernels import IMQ, RBF, RadialKernel, get_kernel
 
 __all__ = ["IMPLEMENTATIONS", "PRECISIONS", "Choice", "choose", "which_implementation"]
 
@@ -69,9 +72,120 @@ def which_implementation(
 
 def choose(n, m, d, *, dtype, kernel, precision, platform) -> Choice:
     """The choice behind ``which_implementation``, for checked arguments."""
-    del n, m, d, kernel, precision
     if platform != "gpu":
         return Choice("xla", f"compiled GPU kernels do not run on {platform}")
-    if dtype == jnp.float64:
-        return Choice("xla", "float64 has no compiled kernel")
-    return Choice("xla", "no compiled kernel takes this case")
+    if dtype != jnp.float32:
+        return Choice("xla", f"no compiled kernel computes in {dtype.name}")
+    capability = _compute_capability()
+    declined = []
+    for implementation in _preference(m, d, capability):
+        takes, why_not = supports(
+            implementation, n, m, d, dtype=dtype, kernel=kernel, precision=precision
+        )
+        if takes:
+            return Choice(implementation, _REASONS[implementation])
+        declined.append(f"{implementation}: {why_not}")
+    return Choice("xla", "; ".join(declined) or f"compute capability {capability} is below 8.0")
+
+
+_REASONS = {
+    "mosaic_gpu": "Hopper's tensor cores, fed by its copy engine, in one fused kernel",
+    "triton": "the portable fused kernel",
+}
+
+
+def _preference(m, d, capability) -> list[str]:
+    """Compiled implementations for this device, the fastest first."""
+    if capability < 8.0:
+        return []
+    if not 9.0 <= capability < 10.0:
+        return ["triton"]
+    return ["triton", "mosaic_gpu"] if d <= SMALL_DIMENSION else ["mosaic_gpu", "triton"]
+
+
+# Up to here the pairs' own arithmetic costs less than feeding the matrix units.
+SMALL_DIMENSION = 4
+
+
+def supports(
+    implementation, n, m, d, *, dtype, kernel: RadialKernel, precision, backward=False
+) -> tuple[bool, str]:
+    """Whether the implementation takes these shapes, and why not. Compiles nothing."""
+    if implementation in ("xla", "dense"):
+        return True, ""
+    module = _kernel_module(implementation, backward)
+    return module.supports(_kernel_name(kernel), n, m, d, precision, dtype)
+
+
+def forward(implementation, arrays, *, kernel, precision, base=None, scale=None) -> jax.Array:
+    """phi of standardised arrays (queries, particles, scores, drift), or base + scale * phi."""
+    if implementation == "xla":
+        phi = streamed.forward(*arrays, kernel=kernel, precision=matmul_precision(precision))
+        return phi if base is None else base + scale * phi
+    return _kernel_module(implementation).forward(
+        *arrays,
+        kernel=_kernel_name(kernel),
+        precision=precision,
+        base=base,
+        scale=scale,
+        **_interpreted(implementation),
+    )
+
+
+def backward(implementation, arrays, cotangent, *, kernel, precision) -> streamed.Gradient:
+    """Gradients of the direction of standardised particles on themselves."""
+    _, particles, scores, drift = arrays
+    n, d = particles.shape
+    if implementation != "xla":
+        takes, _ = supports(
+            implementation,
+            n,
+            n,
+            d,
+            dtype=particles.dtype,
+            kernel=kernel,
+            precision=precision,
+            backward=True,
+        )
+        if takes:
+            dz, ds, dc = _kernel_module(implementation, backward=True).backward(
+                particles,
+                scores,
+                drift,
+                cotangent,
+                kernel=_kernel_name(kernel),
+                precision=precision,
+                **_interpreted(implementation),
+            )
+            return streamed.Gradient(dz, ds, dc, jnp.sum(particles * dz, axis=0))
+    return streamed.backward(
+        particles, scores, drift, cotangent, kernel=kernel, precision=matmul_precision(precision)
+    )
+
+
+def matmul_precision(precision: str) -> lax.Precision:
+    """Set on every product: XLA's own default for float32 on a GPU is one pass of TF32."""
+    return lax.Precision.DEFAULT if precision == "default" else lax.Precision.HIGHEST
+
+
+def _interpreted(implementation) -> dict:
+    return {"interpret": True} if implementation == "interpret" else {}
+
+
+def _kernel_module(implementation, backward=False):
+    # Imported when first wanted: Pallas takes a second that CPU users need not wait.
+    family = "hopper" if implementation == "mosaic_gpu" else "triton"
+    which = "backward" if backward else "forward"
+    return importlib.import_module(f"pallas_kernels.{family}_{which}")
+
+
+def _kernel_name(kernel: RadialKernel) -> str:
+    """The name by which the compiled kernels know it: theirs belong to our own profiles alone."""
+    return kernel.name if kernel in (RBF, IMQ) else f"RadialKernel({kernel.name!r})"
+
+
+def _compute_capability() -> float:
+    try:
+        return float(jax.devices("gpu")[0].compute_capability)
+    except (RuntimeError, AttributeError, ValueError):
+        return 0.0  # no CUDA device, or one that does not say

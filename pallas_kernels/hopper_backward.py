@@ -33,8 +33,9 @@ __all__ = ["backward", "supports"]
 NAME = "jsvgd_hopper_direction_vjp"
 
 
-def supports(kernel: str, n: int, d: int, precision: str, dtype) -> tuple[bool, str]:
+def supports(kernel: str, n: int, m: int, d: int, precision: str, dtype) -> tuple[bool, str]:
     """(whether :func:`backward` takes n particles of d dimensions, why not). Compiles nothing."""
+    del m  # the queries are the particles
     return hopper_tiles.check(kernel, n, d, precision, dtype, available()) or hopper_tiles.fits(
         *hopper_tiles.backward_tiles(n, d, precision)
     )
@@ -66,7 +67,7 @@ def backward(
       ValueError: for what :func:`supports` refuses.
     """
     n, d = z.shape
-    ok, reason = supports(kernel, n, d, precision, z.dtype)
+    ok, reason = supports(kernel, n, n, d, precision, z.dtype)
     if not ok:
         raise ValueError(f"the Hopper backward does not take these arguments: {reason}")
     return _cotangents(precision, tiles)(z, s, c, g)
