@@ -306,7 +306,7 @@ def main():
             return case[0], traceback.format_exc(), time.perf_counter() - start
 
     start = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
         built = list(pool.map(build, cases))
     print(f"seed {SEED}, {jax.devices()[0].device_kind}, JAX {jax.__version__}, "
           f"{len(built)} cases built in {time.perf_counter() - start:.1f} s", flush=True)

@@ -37,7 +37,6 @@ def supports(kernel: str, n: int, m: int, d: int, precision: str, dtype) -> tupl
     """(whether :func:`backward` takes n particles, as many queries, d dimensions; why not)."""
     if m != n:
         return False, f"queries must be the particles, got {m} queries of {n} particles"
-    del m  # the queries are the particles
     return hopper_tiles.check(kernel, n, d, precision, dtype, available()) or hopper_tiles.fits(
         *hopper_tiles.backward_tiles(n, d, precision)
     )
