@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
-from jsvgd import dispatch, operation
+from jsvgd import composite, dispatch, operation
 from jsvgd.arguments import check_bandwidth, check_matrix
-from jsvgd.kernels import RadialKernel, get_kernel
+from jsvgd.kernels import Kernel, RadialKernel
 from jsvgd.operation import Config, compute_dtype
 
 __all__ = ["svgd_direction", "svgd_update"]
@@ -19,7 +21,7 @@ def svgd_direction(
     bandwidth: jax.Array | float,
     *,
     queries: jax.Array | None = None,
-    kernel: str | RadialKernel = "rbf",
+    kernel: str | Kernel | Callable = "rbf",
     repulsion: jax.Array | float = 1.0,
     precision: str = "high",
     implementation: str | None = None,
@@ -43,7 +45,9 @@ def svgd_direction(
       scores: s, (N, d), grad log p at the particles.
       bandwidth: h > 0, a squared length: a scalar, or (d,) for one a dimension.
       queries: y, (M, d); where absent the particles themselves.
-      kernel: "rbf", "imq" or a ``RadialKernel``.
+      kernel: "rbf", "imq", a ``RadialKernel``; "linear" (closed form, O(N d^2), no bandwidth); a weighted
+        sum of kernels, ``RBF + 0.1 * LinearKernel()``; or a function k(x, y) of two particles (d,),
+        which runs through XLA.
       repulsion: r, a scalar. 0 leaves the attraction alone, -1 is the sign error of
         ``jsvgd.reference.pytorch_direction``.
       precision: of the matrix products: "highest" (IEEE float32), "high" (float32-class by several
@@ -118,6 +122,19 @@ def _dispatch(
     step_size=None,
 ):
     """The direction, or particles + step_size * direction, for unchecked arguments."""
+    kernel = composite.as_kernel(kernel)
+    if not isinstance(kernel, RadialKernel):
+        return _composite(
+            particles,
+            scores,
+            bandwidth,
+            queries=queries,
+            kernel=kernel,
+            repulsion=repulsion,
+            precision=precision,
+            implementation=implementation,
+            step_size=step_size,
+        )
     particles, scores, queries, bandwidth = _check_arrays(particles, scores, queries, bandwidth)
     config = _check_config(
         particles,
@@ -127,9 +144,7 @@ def _dispatch(
         precision=precision,
         implementation=implementation,
     )
-    repulsion = jnp.asarray(repulsion, dtype=compute_dtype(particles, scores))
-    if repulsion.ndim:
-        raise ValueError(f"repulsion must be a scalar, got shape {repulsion.shape}")
+    repulsion = _check_repulsion(repulsion, compute_dtype(particles, scores))
     inputs = (particles, scores, bandwidth, queries, repulsion, step_size)
     if config.implementation == "dense":
         return operation.dense(config, *inputs)
@@ -145,6 +160,59 @@ def _dispatch(
             "svgd_direction is differentiated in forward mode (jvp, jacfwd, hessian), which its "
             'custom_vjp does not have; pass implementation="xla", which does'
         ) from error
+
+
+def _composite(
+    particles,
+    scores,
+    bandwidth,
+    *,
+    queries,
+    kernel,
+    repulsion,
+    precision,
+    implementation,
+    step_size,
+):
+    """``_dispatch`` for kernels that are not radial: their radial terms come back to it."""
+    radial = any(isinstance(term, RadialKernel) for _, term in composite.terms_of(kernel))
+    # Only radial kernels have a bandwidth to check.
+    h = bandwidth if radial else 1.0
+    particles, scores, queries, h = _check_arrays(particles, scores, queries, h)
+    _check_names(precision, implementation)
+    dtype = compute_dtype(particles, scores)
+    x, s = particles.astype(dtype), scores.astype(dtype)
+    y = None if queries is None else queries.astype(dtype)
+    options = {"precision": precision, "implementation": implementation}
+    phi = composite.direction(
+        lambda term: _dispatch(x, s, h, queries=y, kernel=term, repulsion=repulsion, **options),
+        x,
+        s,
+        y,
+        kernel=kernel,
+        repulsion=_check_repulsion(repulsion, dtype),
+        precision=dispatch.matmul_precision(precision),
+    )
+    if step_size is not None:
+        phi = x + step_size * phi
+    return phi.astype(jnp.result_type(particles, scores))
+
+
+def _check_repulsion(repulsion, dtype) -> jax.Array:
+    repulsion = jnp.asarray(repulsion, dtype)
+    if repulsion.ndim:
+        raise ValueError(f"repulsion must be a scalar, got shape {repulsion.shape}")
+    return repulsion
+
+
+def _check_names(precision, implementation):
+    if precision not in dispatch.PRECISIONS:
+        raise ValueError(f"precision must be one of {dispatch.PRECISIONS}, got {precision!r}")
+    if implementation is not None and implementation not in dispatch.IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be None or one of {dispatch.IMPLEMENTATIONS}, "
+            f"got {implementation!r}"
+        )
 
 
 def _check_arrays(particles, scores, queries, bandwidth):
@@ -165,9 +233,7 @@ def _check_arrays(particles, scores, queries, bandwidth):
 
 
 def _check_config(particles, scores, queries, *, kernel, precision, implementation) -> Config:
-    kernel = get_kernel(kernel)
-    if precision not in dispatch.PRECISIONS:
-        raise ValueError(f"precision must be one of {dispatch.PRECISIONS}, got {precision!r}")
+    _check_names(precision, implementation)
     dtype = compute_dtype(particles, scores)
     n, d = particles.shape
     m = n if queries is None else queries.shape[0]
@@ -181,11 +247,6 @@ def _check_config(particles, scores, queries, *, kernel, precision, implementati
             precision=precision,
             platform=jax.default_backend(),
         ).implementation
-    elif implementation not in dispatch.IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be None or one of {dispatch.IMPLEMENTATIONS}, "
-            f"got {implementation!r}"
-        )
     else:
         takes, why_not = dispatch.supports(
             implementation, n, m, d, dtype=dtype, kernel=kernel, precision=precision
