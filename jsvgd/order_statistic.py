@@ -1,0 +1,187 @@
+"""Order statistics of the squared distances of all pairs of particles, exact and differentiable.
+
+No distance matrix is sorted, and none is stored that grows beyond a constant: ``rank_search``
+finds the answer by counting, in passes over the blocks of ``pairs``. The derivative is that of
+the selected pair's squared distance, and the mean over the pairs that tie with it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jsvgd.pairs import (
+    BlockKeys,
+    from_key,
+    masked_key,
+    prepare,
+    to_key,
+)
+from jsvgd.rank_search import Count, Tally, search
+
+__all__ = ["order_statistics"]
+
+STORED_ELEMENTS = 2**24  # up to 64 MB of distances are kept between passes: N of about 5700
+SAMPLE = 2048
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def order_statistics(particles: jax.Array, ranks: tuple[int, ...]) -> jax.Array:
+    """The squared distances |x_i - x_j|^2, i < j, of the given ranks.
+
+    Args:
+      particles: (N, d) float32 or float64, N >= 2.
+      ranks: R static integers in [1, N (N - 1) / 2]; rank 1 is the smallest distance.
+
+    Returns:
+      (R,) squared distances in the dtype of the particles; NaN where a coordinate is not finite.
+      Differentiable, forward and reverse, any order. Ties count as their mean.
+    """
+    return _select(particles, ranks)[0]
+
+
+@order_statistics.defjvp
+def _order_statistics_jvp(ranks, primals, tangents):
+    (particles,), (tangent,) = primals, tangents
+    values, keys, direct = _select(lax.stop_gradient(particles), ranks)
+    gradients = _tied_gradients(lax.stop_gradient(particles), keys, direct, particles)
+    # The values carry no derivative of their own: a second derivative comes by the gradients.
+    return values, jnp.sum(gradients * tangent, axis=(1, 2))
+
+
+def _select(particles, ranks) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Values (R,), their keys (R,), and whether distances had to be summed by differences."""
+    n = particles.shape[0]
+    pairs = prepare(particles)
+    sample = _sample_keys(pairs)
+
+    def attempt(state):
+        direct, _, _ = state
+        block = pairs.replace(direct=direct).keys
+        if pairs.layout.elements <= STORED_ELEMENTS:
+            block = lax.map(block, jnp.arange(pairs.layout.steps)).__getitem__
+        one_pass = functools.partial(tally_pairs, block, pairs.layout.steps)
+        keys = search(one_pass, ranks, n * (n - 1) // 2, sample)
+        again = ~direct & pairs.too_coarse(from_key(keys[0]))
+        return direct | again, again, keys
+
+    # At most two rounds: the second, by differences, only where the expansion of |x - y|^2
+    # has lost too many digits at the distance that was asked for.
+    start = (pairs.direct, jnp.ones((), bool), jnp.zeros(len(ranks), sample.dtype))
+    direct, _, keys = lax.while_loop(lambda state: state[1], attempt, start)
+    values = from_key(keys) * pairs.power * pairs.power
+    return jnp.where(pairs.finite, values, jnp.nan), keys, direct
+
+
+def _sample_keys(pairs: BlockKeys) -> jax.Array:
+    """Sorted keys of a fixed pseudorandom sample of pairs (the same at every call)."""
+    n = pairs.layout.particles
+    size = min(SAMPLE, max(64, n * (n - 1) // 32))
+    generator = np.random.default_rng(0)
+    i = generator.integers(0, n, size)
+    j = (i + generator.integers(1, n, size)) % n
+    x = pairs.scaled
+    return jnp.sort(to_key(jnp.sum((x[:, i] - x[:, j]) ** 2, axis=0)))
+
+
+def _tied_gradients(particles, keys, direct, v) -> jax.Array:
+    """For each key, the mean over the pairs with that key of 2 (e_i - e_j) (v_i - v_j): (R, N, d).
+
+    At v = particles it is the gradient of the key's squared distance. Linear in v, and
+    differentiable in v alone: which pairs tie is locally constant.
+    """
+    pairs = prepare(particles).replace(direct=direct)
+    layout = pairs.layout
+    wrapped = layout.wrap(v - lax.stop_gradient(jnp.mean(v, axis=0)))
+
+    @jax.checkpoint  # else reverse mode would keep the mask of every pair
+    def block(step, wrapped):
+        row, column = layout.starts(step)
+        tied = pairs.keys(step) == keys[:, None, None]  # (R, rows, columns)
+        d = wrapped.shape[1]
+        rows = lax.dynamic_slice(wrapped, (row, 0), (layout.rows, d))
+        columns = lax.dynamic_slice(wrapped, (column, 0), (layout.columns, d))
+
+        def differences(rows, columns):
+            a = tied.astype(rows.dtype)
+            dot = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+            to_rows = a.sum(2)[:, :, None] * rows - dot("rij,jd->rid", a, columns)
+            to_columns = a.sum(1)[:, :, None] * columns - dot("rij,id->rjd", a, rows)
+            return to_rows, to_columns
+
+        # Nearly every block has no tied pair at all.
+        to_rows, to_columns = lax.cond(
+            jnp.any(tied),
+            differences,
+            lambda rows, columns: (
+                jnp.zeros((len(keys), *rows.shape), rows.dtype),
+                jnp.zeros((len(keys), *columns.shape), columns.dtype),
+            ),
+            rows,
+            columns,
+        )
+        return to_rows, to_columns, jnp.sum(tied, axis=(1, 2), dtype=jnp.int32)
+
+    def add(carry, step):
+        total, ties = carry
+        to_rows, to_columns, count = block(step, wrapped)
+        row, column = layout.starts(step)
+        for start, part in ((row, to_rows), (column, to_columns)):
+            old = lax.dynamic_slice(total, (0, start, 0), part.shape)
+            total = lax.dynamic_update_slice(total, old + part, (0, start, 0))
+        return (total, ties + count.astype(ties.dtype)), None
+
+    zeros = jnp.zeros((len(keys), *wrapped.shape), wrapped.dtype)
+    ties = jnp.zeros((len(keys),), wrapped.dtype)
+    total, ties = lax.scan(add, (zeros, ties), jnp.arange(layout.steps))[0]
+    overlap = layout.wrapped - layout.padded
+    total = total[:, : layout.padded].at[:, :overlap].add(total[:, layout.padded :])
+    # No tie at all would mean that a block came out differently here: NaN, not a silent zero.
+    scale = jnp.where(ties > 0, 2 / jnp.maximum(ties, 1), jnp.nan)
+    return total[:, : layout.particles] * scale[:, None, None]
+
+
+def tally_block(keys: jax.Array, thresholds, low, high) -> tuple[jax.Array, ...]:
+    """Counts (K,), smallest (R,) and largest (R,) of one block, in a single read of it.
+
+    One reduction with many outputs: XLA on the CPU would read the block once for each of
+    several reductions, at ten times the time.
+    """
+    masked = masked_key(from_key(keys).dtype)
+    counts = [(keys <= t).astype(jnp.int32) for t in thresholds]
+    smallest = [jnp.where(keys > l, keys, masked) for l in low]
+    largest = [jnp.where(keys <= h, keys, -1) for h in high]
+    k, r = len(counts), len(smallest)
+    zero, minus_one = jnp.int32(0), jnp.asarray(-1, keys.dtype)
+    initial = [zero] * k + [jnp.asarray(masked, keys.dtype)] * r + [minus_one] * r
+    operators = [lax.add] * k + [lax.min] * r + [lax.max] * r
+
+    def combine(xs, ys):
+        return [operator(x, y) for operator, x, y in zip(operators, xs, ys, strict=True)]
+
+    axis = keys.ndim - 1
+    rows = lax.reduce(counts + smallest + largest, initial, combine, (axis,))
+    whole = lax.reduce(rows, initial, combine, tuple(range(axis)))
+    return jnp.stack(whole[:k]), jnp.stack(whole[k : k + r]), jnp.stack(whole[k + r :])
+
+
+def tally_pairs(block: Callable, steps: int, thresholds, low, high) -> Tally:
+    """A pass: ``tally_block`` over ``block(0), ..., block(steps - 1)``."""
+
+    def add(tally: Tally, step):
+        counts, smallest, largest = tally_block(block(step), thresholds, low, high)
+        return Tally(
+            tally.counts.add(counts),
+            jnp.minimum(tally.smallest, smallest),
+            jnp.maximum(tally.largest, largest),
+        ), None
+
+    zeros = jnp.zeros(thresholds.shape, jnp.int32)
+    masked = masked_key(from_key(low).dtype)
+    start = Tally(Count(zeros, zeros), jnp.full_like(low, masked), jnp.full_like(low, -1))
+    return lax.scan(add, start, jnp.arange(steps))[0]
