@@ -5,13 +5,16 @@ With gn = g/N, T_ij = w_ij (gn_i . s_j) + f''_ij (c gn_i) . (z_i - z_j) and W = 
     dz_i = sum_j W_ij (z_j - z_i) + c t_i,    t_i = sum_j w_ij (gn_i - gn_j),
     ds_i = sum_j K_ij gn_j,                   dc  = sum_i z_i t_i.
 
-For rbf w = f'' = K, so that with v = s - c z and a_i = gn_i . (c z_i): W = K (A + A^T), A_ij = gn_i . v_j + a_i.
+For rbf w = f'' = K, so that with v = s - c z and a_i = gn_i . (c z_i):
+
+    W = K (A + A^T),  A_ij = gn_i . v_j + a_i.
 
 dot     five products for rbf (q.k, gn.v, v.gn, W z, K gn), eight for imq, on the matrix units.
 direct  differences alone, for small d: exact whatever the offset.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -88,8 +91,8 @@ def _direct_operands(z, s, c, gn, kernel, precision, bm, size):
     """Component-major operands; the row tiles read the same arrays as the columns."""
     del precision  # float32 multiply-adds whatever was asked for
     d = z.shape[1]
-    k = pairs.pad_rows(z * pairs.particle_scale(kernel), size, pairs.FAR).T
-    s, gn = pairs.pad_rows(s, size).T, pairs.pad_rows(gn, size).T
+    k = pairs.components(z, size, pairs.FAR)
+    s, gn = pairs.components(s, size), pairs.components(gn, size)
     row = pl.BlockSpec((d, bm), lambda i, split: (0, i))
     return [k, s, gn, k, s, gn, c], [row] * 3 + [pl.BlockSpec()] * 4, d
 
@@ -100,25 +103,29 @@ def _direct_body(
 ):  # fmt: skip
     del precision
     d, (bm, lanes) = q_ref.shape[0], (choice.bm, choice.bn)
-    root = pairs.particle_scale(kernel)
     c = [c_ref[x] for x in range(d)]
     q, s, gn = ([ref[x, :][:, None] for x in range(d)] for ref in (q_ref, si_ref, gi_ref))
-    cg = [c[x] * gn[x] / root for x in range(d)]  # differences below are of scaled particles
+    cg, minus_c = [c[x] * gn[x] for x in range(d)], [-c[x] for x in range(d)]
+    fma = functools.partial(pairs.fma, interpret=interpret)
+    dot = functools.partial(pairs.dot, interpret=interpret)
     first = pl.program_id(1) * (turns * choice.columns)
 
     def step(at, sums):
         position, smooth, slope = sums
         gj = [gj_ref[x, at][None, :] for x in range(d)]
         difference = [q[x] - k_ref[x, at][None, :] for x in range(d)]
-        f, w, curvature = pairs.profile(kernel, sum(y * y for y in difference), interpret)
-        scores = sum(gn[x] * sj_ref[x, at][None, :] + s[x] * gj[x] for x in range(d))
-        repulsion = sum((cg[x] - gj[x] * (c[x] / root)) * difference[x] for x in range(d))
-        weight = f * (scores + repulsion) if kernel == "rbf" else w * scores + curvature * repulsion
-        position = tuple(position[x] - weight * difference[x] for x in range(d))
-        smooth = tuple(smooth[x] + f * gj[x] for x in range(d))
-        if kernel == "rbf":
-            return position, smooth, (slope[0] + f,)
-        return position, smooth, tuple(slope[x] + w * (gn[x] - gj[x]) for x in range(d))
+        distance = pairs.distance_scale(kernel) * dot(difference, difference)
+        f, w, curvature = pairs.profile(kernel, distance, interpret)
+        scores = dot(gn + s, [sj_ref[x, at][None, :] for x in range(d)] + gj)
+        turned = [fma(minus_c[x], gj[x], cg[x]) for x in range(d)]
+        if kernel == "rbf":  # w = f'' = f: one weight
+            weight = f * dot(turned, difference, start=scores)
+            slope = (slope[0] + f,)
+        else:
+            weight = fma(w, scores, curvature * dot(turned, difference))
+            slope = tuple(fma(w, gn[x] - gj[x], slope[x]) for x in range(d))
+        position = tuple(fma(weight, difference[x], position[x]) for x in range(d))
+        return position, tuple(fma(f, gj[x], smooth[x]) for x in range(d)), slope
 
     def turn(t, sums):
         for u in range(choice.unroll):
@@ -135,7 +142,7 @@ def _direct_body(
             if kernel == "rbf"
             else jnp.sum(slope[x], axis=1)
         )
-        dz_ref[0, :, x] = jnp.sum(position[x], axis=1) / root + c[x] * t
+        dz_ref[0, :, x] = c[x] * t - jnp.sum(position[x], axis=1)
         ds_ref[0, :, x] = ds
         t_ref[0, :, x] = t
 
@@ -151,8 +158,8 @@ def _dot_operands(z, s, c, gn, kernel, precision, bm, size):
     def split(x, dtype=jnp.bfloat16):
         return pairs.split(padded(x), dtype, precision)
 
-    k = split(z * pairs.particle_scale(kernel), jnp.float16)
-    norms = jnp.where(jnp.arange(size) < n, pairs.norms(k), pairs.FAR_NORM)
+    k = split(z * math.sqrt(pairs.distance_scale(kernel)), jnp.float16)
+    norms = pairs.column_norms(k, n)
     alignment = pairs.pad_rows(jnp.sum(gn * (c * z), axis=1), size)  # a_i
     parts = [k, split(gn), split(s - c * z if kernel == "rbf" else s), split(z)]
     if kernel != "rbf":
@@ -189,7 +196,7 @@ def _dot_body(*refs, kernel, precision, interpret, choice, turns):
         position, smooth, slope, weights, slopes = carry
         norm_j, a_j, (k, g_j, s_j, z_j, *cg_j) = take(pairwise[half:], pl.ds(first + t * bn, bn))
         f, w, curvature = pairs.profile(
-            kernel, pairs.distances(q, k, norm_i, norm_j[None, :]), interpret
+            kernel, pairs.distances(q, k, norm_i, norm_j[None, :], interpret), interpret
         )
         scores = pairs.product(g_i, s_j, (1, 1)) + pairs.product(s_i, g_j, (1, 1))
         repulsion = a_i + a_j[None, :]

@@ -9,11 +9,12 @@ dot     distances from q.k on the matrix units, then the sum over j as a second 
         rbf  phi = K (s - c z) + rowsum(K) c z_i;    imq  phi = K s - w (c z) + rowsum(w) c z_i.
 direct  no products: a warp owns whole rows, a lane one column, and each lane keeps its own sums until the
         end. rbf tiles whose rows all lie near the centre expand the square and pull the row's factor out of
-        the exponential, K_ij = 2^(2 q.k - |k|^2) 2^(-|q|^2): 2 d + 2 instructions a pair. All other tiles take
-        differences, which are exact whatever the offset.
+        the exponential, K_ij = 2^(2 q.k - |k|^2) 2^(-|q|^2): 2 d + 2 instructions a pair. All other
+        tiles take differences, which are exact whatever the offset.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import triton_pairs as pairs
 from pallas_kernels import triton_tiles as tiles
 
-NEAR = 64.0  # |scale z|^2 up to which the expanded square keeps 1e-5 of K and its sums stay below 2^127
+NEAR = 64.0  # |z|^2 log2(e)/2 up to which the expanded square keeps 1e-5 of K and its sums stay below 2^127
 
 
 def supports(kernel, n, m, d, precision, dtype):
@@ -117,19 +118,22 @@ def _row_block(bm, *trailing):
 def _direct_operands(zq, zk, s, c, kernel, precision, bm, rows, columns):
     """Component-major operands, so that a warp reads a component of its columns in one line."""
     del precision  # float32 multiply-adds whatever was asked for
-    scale = pairs.particle_scale(kernel)
     d = zq.shape[1]
-    q = pairs.pad_rows(zq * scale, rows).T
-    k = pairs.pad_rows(zk * scale, columns, pairs.FAR)
-    arrays = [q, k.T, pairs.pad_rows(s, columns).T, c / scale]
+    k, score = pairs.components(zk, columns, pairs.FAR), pairs.components(s, columns)
+    arrays = [pairs.components(zq, rows), k, score, c]
     specs = [
         pl.BlockSpec((d, bm), lambda i, split: (0, i)),
         pl.BlockSpec(),
         pl.BlockSpec(),
         pl.BlockSpec(),
     ]
-    if kernel == "rbf":
-        arrays += [pairs.pad_rows(s - c * zk, columns).T, jnp.sum(k * k, axis=1)]
+    if kernel == "rbf" and d <= tiles.NEAR_LIMIT:
+        # sums over components written out: XLA then makes all of these in one elementwise kernel
+        norm = pairs.distance_scale(kernel) * sum(k[x] * k[x] for x in range(d))
+        padding = (
+            jnp.arange(columns) >= zk.shape[0]
+        )  # whose values must be 0 beside a coordinate of FAR
+        arrays += [jnp.where(padding, 0.0, score - c[:, None] * k), norm]
         specs += [pl.BlockSpec(), pl.BlockSpec()]
     return arrays, specs, d
 
@@ -139,7 +143,9 @@ def _direct_body(
 ):
     del precision
     d, (bm, lanes) = q_ref.shape[0], (choice.bm, choice.bn)
+    scale = pairs.distance_scale(kernel)
     *key_refs, out_ref = refs[:-3] + refs[-1:] if fused else refs
+    fma = functools.partial(pairs.fma, interpret=interpret)
     q = [q_ref[x, :][:, None] for x in range(d)]
     c = [c_ref[x] for x in range(d)]
     first = pl.program_id(1) * (turns * choice.columns)
@@ -160,34 +166,36 @@ def _direct_body(
 
         def step(at, sums):
             difference = [q[x] - k_ref[x, at][None, :] for x in range(d)]
-            f, w, _ = pairs.profile(kernel, sum(y * y for y in difference), interpret)
             score = [s_ref[x, at][None, :] for x in range(d)]
+            distance = scale * pairs.dot(difference, difference, interpret)
+            f, w, _ = pairs.profile(kernel, distance, interpret)
             if kernel == "rbf":  # w = f: one weight for both terms
-                return tuple(sums[x] + f * (score[x] + c[x] * difference[x]) for x in range(d))
-            attract = [sums[x] + f * score[x] for x in range(d)]
-            return tuple(attract + [sums[d + x] + w * difference[x] for x in range(d)])
+                score = [fma(c[x], difference[x], score[x]) for x in range(d)]
+                return tuple(fma(f, score[x], sums[x]) for x in range(d))
+            attract = [fma(f, score[x], sums[x]) for x in range(d)]
+            return tuple(attract + [fma(w, difference[x], sums[d + x]) for x in range(d)])
 
         sums = walk(step, d if kernel == "rbf" else 2 * d)
         return sums if kernel == "rbf" else [sums[x] + c[x] * sums[d + x] for x in range(d)]
 
     def near():
         """Expanded squares, the factor of the row taken out of the exponential."""
-        v_ref, half_ref = key_refs
-        doubled = [2.0 * x for x in q]
+        v_ref, norm_ref = key_refs
+        doubled = [2.0 * scale * x for x in q]
 
         def step(at, sums):
-            exponent = -half_ref[at][None, :]
-            for x in range(d):
-                exponent += doubled[x] * k_ref[x, at][None, :]
+            k = [k_ref[x, at][None, :] for x in range(d)]
+            exponent = pairs.dot(doubled, k, interpret, start=-norm_ref[at][None, :])
             f = pairs.exp2(exponent, interpret)
-            return tuple(sums[x] + f * v_ref[x, at][None, :] for x in range(d)) + (sums[d] + f,)
+            attract = [fma(f, v_ref[x, at][None, :], sums[x]) for x in range(d)]
+            return (*attract, sums[d] + f)
 
         *sums, total = walk(step, d + 1)
         factor = pairs.exp2(-norm, interpret)
         return [factor * (sums[x] + total * c[x] * q_ref[x, :]) for x in range(d)]
 
-    if kernel == "rbf":
-        norm = sum(q_ref[x, :] * q_ref[x, :] for x in range(d))
+    if kernel == "rbf" and d <= tiles.NEAR_LIMIT:
+        norm = scale * sum(q_ref[x, :] * q_ref[x, :] for x in range(d))
         phi = lax.cond(jnp.max(norm) <= NEAR, near, apart)
     else:
         phi = apart()
@@ -204,7 +212,7 @@ def _dot_operands(zq, zk, s, c, kernel, precision, bm, rows, columns):
     def padded(x, count):
         return jnp.pad(x, [(0, count - x.shape[0]), (0, width - d)])
 
-    scale = pairs.particle_scale(kernel)
+    scale = math.sqrt(pairs.distance_scale(kernel))
     q, k = padded(zq * scale, rows), padded(zk * scale, columns)
     q_parts = pairs.split(q, jnp.float16, precision)
     k_parts = pairs.split(k, jnp.float16, precision)
@@ -212,7 +220,7 @@ def _dot_operands(zq, zk, s, c, kernel, precision, bm, rows, columns):
     value_parts = [
         y for x in values for y in pairs.split(padded(x, columns), jnp.bfloat16, precision)
     ]
-    norms = jnp.where(jnp.arange(columns) < zk.shape[0], pairs.norms(k_parts), pairs.FAR_NORM)
+    norms = pairs.column_norms(k_parts, zk.shape[0])
     tile = _row_block(bm, width)
     arrays = [*q_parts, pairs.norms(q_parts), padded(c * zq, rows), norms, *k_parts, *value_parts]
     specs = [tile] * len(q_parts) + [_row_block(bm), tile]
@@ -236,7 +244,7 @@ def _dot_body(*refs, kernel, precision, interpret, choice, particles, turns, fus
         acc, total = carry
         at = pl.ds(first + t * bn, bn)
         k = tuple(r[at, :] for r in k_refs)
-        distance = pairs.distances(q, k, q_norm, norm_ref[at][None, :])
+        distance = pairs.distances(q, k, q_norm, norm_ref[at][None, :], interpret)
         f, w, _ = pairs.profile(kernel, distance, interpret)
         total = total + jnp.sum(w, axis=1)
         values = tuple(r[at, :] for r in value_refs)

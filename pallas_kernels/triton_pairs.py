@@ -27,28 +27,45 @@ FAR_NORM = 1e30  # |z|^2 of a padded particle whose coordinates must stay 0 in t
 MANTISSA = {jnp.float16: (5, 10), jnp.bfloat16: (8, 7)}  # exponent and mantissa bits
 
 
-def particle_scale(kernel):
-    """Factor on z that lets a tile use exp2 for the rbf exponent: exp(-D/2) = exp2(-|scale z|^2)."""
-    return math.sqrt(LOG2E / 2) if kernel == "rbf" else 1.0
+def distance_scale(kernel):
+    """Factor on D that lets a tile use exp2 for the rbf exponent: exp(-D/2) = exp2(-scale D)."""
+    return LOG2E / 2 if kernel == "rbf" else 1.0
 
 
 def exp2(x, interpret):
     """2^x. On a GPU the one hardware instruction: libdevice adds three more for subnormal results."""
-    return _unary("ex2", x) if not interpret else jnp.exp2(x)
+    return jnp.exp2(x) if interpret else _instruction("ex2.approx.ftz.f32", x)
 
 
 def rsqrt(x, interpret):
     """x^(-1/2) for x >= 1, one hardware instruction on a GPU."""
-    return _unary("rsqrt", x) if not interpret else lax.rsqrt(x)
+    return lax.rsqrt(x) if interpret else _instruction("rsqrt.approx.ftz.f32", x)
 
 
-def _unary(instruction, x):
+def fma(a, b, c, interpret):
+    """a b + c, broadcast. XLA compiles Triton kernels without contraction: a sum of products takes twice
+    the instructions unless it asks for the fused one."""
+    if interpret:
+        return a * b + c
+    return _instruction("fma.rn.f32", *jnp.broadcast_arrays(a, b, c))
+
+
+def dot(left, right, interpret, start=None):
+    """sum_x left[x] right[x] (+ start) over lists of broadcastable arrays, as a chain of `fma`."""
+    total = left[0] * right[0] if start is None else fma(left[0], right[0], start, interpret)
+    for a, b in zip(left[1:], right[1:], strict=True):
+        total = fma(a, b, total, interpret)
+    return total
+
+
+def _instruction(name, *args):
+    slots = ", ".join(f"${i}" for i in range(len(args) + 1))
     [y] = plt.elementwise_inline_asm(
-        f"{instruction}.approx.ftz.f32 $0, $1;",
-        args=[x],
-        constraints="=f,f",
+        f"{name} {slots};",
+        args=args,
+        constraints=",".join(["=f"] + ["f"] * len(args)),
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, args[0].dtype)],
     )
     return y
 
@@ -58,7 +75,7 @@ def profile(kernel, distance, interpret):
 
     Args:
       kernel: "rbf" or "imq".
-      distance: |scale (z_i - z_j)|^2 >= 0 with scale from `particle_scale`, any shape, float32.
+      distance: D >= 0 times `distance_scale`, any shape, float32.
       interpret: whether the Pallas interpreter runs the kernel (it has no inline assembly).
     """
     if kernel == "rbf":
@@ -130,13 +147,24 @@ def norms(parts):
     return jnp.sum(x * x, axis=1)
 
 
-def distances(q, k, q_norm, k_norm):
+def column_norms(parts, n):
+    """`norms` with every row from n on put out of reach."""
+    norm = norms(parts)
+    size = norm.shape[0]
+    return norm if size == n else jnp.where(jnp.arange(size) < n, norm, FAR_NORM)
+
+
+def distances(q, k, q_norm, k_norm, interpret):
     """Tile of |q_i - k_j|^2, not below 0, from operands in parts and squared norms (bm, 1) and (1, bn)."""
-    return jnp.maximum(q_norm + k_norm - 2.0 * product(q, k, (1, 1)), 0.0)
+    two = jnp.full((1, 1), -2.0, jnp.float32)
+    return jnp.maximum(fma(product(q, k, (1, 1)), two, q_norm + k_norm, interpret), 0.0)
 
 
-def pad_rows(x, rows, value=0.0):
-    """x (n, ...) with rows of `value` appended up to `rows`."""
-    if x.shape[0] == rows:
-        return x
-    return jnp.pad(x, [(0, rows - x.shape[0])] + [(0, 0)] * (x.ndim - 1), constant_values=value)
+def components(x, size, value=0.0):
+    """x (n, d) as (d, size), so that a warp reads one component of its columns in one line."""
+    return jnp.pad(x.T, [(0, 0), (0, size - x.shape[0])], constant_values=value)
+
+
+def pad_rows(x, size):
+    """x (n,) with zeros appended up to `size`."""
+    return jnp.pad(x, (0, size - x.shape[0]))

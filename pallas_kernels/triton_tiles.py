@@ -17,6 +17,10 @@ MAX_DIMENSION_BACKWARD = 128
 DIRECT_FORWARD = {"rbf": 8, "imq": 8}  # largest d for which direct is chosen by itself
 DIRECT_BACKWARD = {"rbf": 4, "imq": 4}
 DIRECT_LIMIT = 16  # largest d that the direct family accepts
+NEAR_LIMIT = 8  # largest d for which the direct forward kernel also holds the expanded squares
+LANE_TERMS = 512  # terms that one lane may sum in float32 before the parts are added in pairs: 65536 x 4 errs
+# 6e-5 with 2048 and 3e-5 with 1024
+SHARED_BYTES = 232448  # shared memory of a block on Hopper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,31 +85,49 @@ def _splits(rows, bm, columns, step, programs):
     return max(1, min(programs // row_tiles, turns // 2, 32))
 
 
+def _direct(rows, bm_rows, warps, columns, unroll):
+    """A direct launch: enough splits to fill the device and to keep each lane's sum short."""
+    bm = bm_rows * warps
+    splits = _splits(rows, bm, columns, LANES * unroll, 8 * MULTIPROCESSORS)
+    splits = max(splits, -(-columns // (LANES * LANE_TERMS)))
+    return Tiles("direct", bm, LANES, warps, 1, splits, unroll)
+
+
+def _fitted(tiles, row_bytes, column_bytes):
+    """The same tiles with as many stages, then rows, as shared memory holds."""
+    while tiles.bm * row_bytes + tiles.stages * tiles.bn * column_bytes > SHARED_BYTES:
+        if tiles.stages > 1:
+            tiles = dataclasses.replace(tiles, stages=tiles.stages - 1)
+        elif tiles.bm > 32:
+            tiles = dataclasses.replace(tiles, bm=tiles.bm // 2)
+        else:
+            break
+    return tiles
+
+
 def forward_tiles(kernel, n, m, d, precision, family=None):
     """Tiles of the forward kernel for n particles, m queries, d dimensions."""
     if family is None:
         family = "direct" if d <= DIRECT_FORWARD[kernel] else "dot"
     if family == "direct":
         rows = (
-            8 if d <= 4 and kernel == "rbf" else 4
+            8 if d <= 4 else 4 if d <= 8 else 2
         )  # a thread: its registers hold rows * (2 d + 1) values
-        warps, unroll = 8, 4
-        while warps > 2 and m <= 128 * rows * warps // 8:
+        warps = 4
+        while warps > 2 and m <= 16 * rows * warps:
             warps //= 2
-        bm = rows * warps
-        splits = _splits(m, bm, n, LANES * unroll, 8 * MULTIPROCESSORS)
-        return Tiles("direct", bm, LANES, warps, 1, splits, unroll)
+        return _direct(m, rows, warps, n, 8 if d <= 2 else 4 if d <= 4 else 2 if d <= 8 else 1)
     dp = max(16, next_power_of_two(d))
     if precision == "highest":  # multiply-adds: a thread holds whole operand rows
         bm, bn, warps = (32, 32, 4) if dp <= 64 else (16, 16, 4)
         return Tiles("dot", bm, bn, warps, 1, _splits(m, bm, n, bn, 4 * MULTIPROCESSORS))
-    if dp <= 64:
-        bm, bn, warps, stages = (128, 64, 4, 3) if m >= 8192 else (64, 64, 4, 3)
-    elif dp == 128:
-        bm, bn, warps, stages = 128, 64, 8, 2
-    else:
-        bm, bn, warps, stages = 64, 32, 4, 1
-    return Tiles("dot", bm, bn, warps, stages, _splits(m, bm, n, bn, 2 * MULTIPROCESSORS))
+    bm, bn, warps, stages = (
+        (64, 64, 4, 3) if dp <= 64 else (64, 64, 4, 2) if dp == 128 else (64, 32, 4, 1)
+    )
+    splits = _splits(m, bm, n, bn, 2 * MULTIPROCESSORS)
+    half_words = (2 if precision == "high" else 1) * dp * 2
+    operands = 2 if kernel == "rbf" else 3
+    return _fitted(Tiles("dot", bm, bn, warps, stages, splits), half_words, operands * half_words)
 
 
 def backward_tiles(kernel, n, d, precision, family=None):
@@ -113,14 +135,12 @@ def backward_tiles(kernel, n, d, precision, family=None):
     if family is None:
         family = "direct" if d <= DIRECT_BACKWARD[kernel] else "dot"
     if family == "direct":
-        rows = 4 if d <= 4 else 2 if d <= 8 else 1
-        warps = 8 if n > 4096 else 4
-        bm = rows * warps
-        splits = _splits(n, bm, n, 2 * LANES, 8 * MULTIPROCESSORS)
-        return Tiles("direct", bm, LANES, warps, 1, splits, 2)
+        return _direct(n, 4 if d <= 4 else 2 if d <= 8 else 1, 4, n, 2 if d <= 8 else 1)
     dp = max(16, next_power_of_two(d))
     if precision == "highest":
         bm, bn, warps = (32, 32, 4) if dp <= 32 else (16, 16, 4)
         return Tiles("dot", bm, bn, warps, 1, _splits(n, bm, n, bn, 4 * MULTIPROCESSORS))
     bm, bn, warps, stages = (64, 32, 4, 2) if dp <= 64 else (64, 32, 8, 1)
-    return Tiles("dot", bm, bn, warps, stages, _splits(n, bm, n, bn, 2 * MULTIPROCESSORS))
+    splits = _splits(n, bm, n, bn, 2 * MULTIPROCESSORS)
+    operands = (4 if kernel == "rbf" else 5) * (2 if precision == "high" else 1) * dp * 2
+    return _fitted(Tiles("dot", bm, bn, warps, stages, splits), operands, operands)
