@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jsvgd.transform import ScaleBySVGDState, scale_by_svgd
-from jsvgd.trees import check_particles, to_matrix
+from jsvgd.trees import check_particles
 
 __all__ = ["SVGDInfo", "SVGDState", "SamplingAlgorithm", "svgd"]
 
@@ -63,6 +63,9 @@ def svgd(
     *,
     kernel="rbf",
     bandwidth="median",
+    preconditioner=None,
+    refresh_every: int | None = 5,
+    temperature=1.0,
     repulsion=1.0,
     precision: str = "high",
     implementation: str | None = None,
@@ -74,7 +77,8 @@ def svgd(
       logdensity_fn: ``logdensity_fn(position, *args)``, the log density of ONE particle up to a
         constant; ``args`` are those of ``step`` (a minibatch, say).
       optimizer: an optax optimiser; it receives -phi as the gradient.
-      kernel, bandwidth, repulsion, precision, implementation: as in ``scale_by_svgd``.
+      kernel, bandwidth, preconditioner, refresh_every, temperature, repulsion, precision,
+        implementation: as in ``scale_by_svgd``.
       score_batch_size: scores are computed for so many particles at a time, where all N models do
         not fit in memory at once; None for all together.
 
@@ -107,6 +111,9 @@ def svgd(
     transform = scale_by_svgd(
         kernel=kernel,
         bandwidth=bandwidth,
+        preconditioner=preconditioner,
+        refresh_every=refresh_every,
+        temperature=temperature,
         repulsion=repulsion,
         precision=precision,
         implementation=implementation,
@@ -147,10 +154,16 @@ def svgd(
 
 
 def _root_mean_square_norm(tree) -> jax.Array:
-    matrix, _ = to_matrix(tree)
-    return jnp.sqrt(jnp.mean(jnp.sum(matrix**2, axis=1)))
+    squares = [
+        jnp.sum(jnp.square(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))))
+        for leaf in jax.tree.leaves(tree)
+    ]
+    return jnp.sqrt(sum(squares) / jax.tree.leaves(tree)[0].shape[0])
 
 
 def _count_nonfinite(tree) -> jax.Array:
-    matrix, _ = to_matrix(tree)
-    return jnp.sum(~jnp.all(jnp.isfinite(matrix), axis=1)).astype(jnp.int32)
+    finite = [
+        jnp.all(jnp.isfinite(leaf.reshape(leaf.shape[0], -1)), axis=1)
+        for leaf in jax.tree.leaves(tree)
+    ]
+    return jnp.sum(~jnp.all(jnp.stack(finite), axis=0)).astype(jnp.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,18 @@ import optax
 
 from jsvgd import dispatch
 from jsvgd.bandwidth import check_bandwidth_choice, resolve_bandwidth
+from jsvgd.composite import as_kernel
 from jsvgd.direction import svgd_direction
-from jsvgd.kernels import get_kernel
+from jsvgd.preconditioner import (
+    as_preconditioner,
+    centre,
+    from_whitened,
+    to_whitened,
+    whitened_scores,
+)
 from jsvgd.trees import check_particles, to_matrix
 
-__all__ = ["ScaleBySVGDState", "scale_by_svgd"]
+__all__ = ["ScaleBySVGDState", "as_temperature", "scale_by_svgd"]
 
 
 class ScaleBySVGDState(NamedTuple):
@@ -22,17 +29,23 @@ class ScaleBySVGDState(NamedTuple):
 
     Attributes:
       count: updates made so far, int32.
-      bandwidth: h of the last update, a scalar or (d,); NaN before the first one.
+      bandwidth: h of the last update, a scalar or (d,), in preconditioned coordinates; NaN before the
+        first one.
+      factor: L of the preconditioner, (d,) or (d, d); None without one.
     """
 
     count: jax.Array
     bandwidth: jax.Array
+    factor: Any = None
 
 
 def scale_by_svgd(
     *,
     kernel="rbf",
     bandwidth="median",
+    preconditioner=None,
+    refresh_every: int | None = 5,
+    temperature=1.0,
     repulsion=1.0,
     precision: str = "high",
     implementation: str | None = None,
@@ -45,9 +58,16 @@ def scale_by_svgd(
     samples N of them.
 
     Args:
-      kernel: "rbf", "imq" or a ``RadialKernel``.
-      bandwidth: a rule by name ("median", "liu", ...), a ``BandwidthRule``, a number, or a callable;
-        see ``jsvgd.bandwidth.resolve_bandwidth``.
+      kernel: any kernel of ``svgd_direction``: "rbf", "imq", "linear", a sum, a function.
+      bandwidth: a rule by name ("median", "liu", ...), a ``BandwidthRule``, a number, a
+        ``BandwidthSchedule`` or a function of the particles; see ``jsvgd.bandwidth.resolve_bandwidth``.
+      preconditioner: None, "diagonal", "covariance" (of the particles: affine invariant), a matrix, or a
+        function of the particles; see ``jsvgd.preconditioner.as_preconditioner``. Kernel and bandwidth
+        act in preconditioned coordinates, the optimiser on the move in those of the parameters: of
+        optax's optimisers ``sgd`` keeps the affine invariance, ``adam`` undoes it.
+      refresh_every: updates between two computations of the preconditioner.
+      temperature: T > 0, a number or an optax schedule: scores are divided by it, so the target is
+        p^(1/T). A schedule from large to 1 is annealing (D'Angelo and Fortuin, 2021).
       repulsion: factor of the repulsive term.
       precision, implementation: as in ``svgd_direction``.
 
@@ -63,8 +83,10 @@ def scale_by_svgd(
       >>> optax.apply_updates(particles, updates).shape
       (10, 1)
     """
-    kernel = get_kernel(kernel)
+    kernel = as_kernel(kernel)
     check_bandwidth_choice(bandwidth)
+    preconditioner = as_preconditioner(preconditioner, refresh_every)
+    temperature_at = as_temperature(temperature)
     if precision not in dispatch.PRECISIONS:
         raise ValueError(f"precision must be one of {dispatch.PRECISIONS}, got {precision!r}")
     if implementation is not None and implementation not in dispatch.IMPLEMENTATIONS:
@@ -79,7 +101,13 @@ def scale_by_svgd(
         h = jax.eval_shape(
             lambda x: resolve_bandwidth(bandwidth, x, jnp.zeros((), jnp.int32)), matrix
         )
-        return ScaleBySVGDState(jnp.zeros((), jnp.int32), jnp.full(h.shape, jnp.nan, h.dtype))
+        factor = None
+        if preconditioner is not None:
+            shape = preconditioner.check(matrix)
+            factor = jnp.ones(shape.shape, matrix.dtype)
+        return ScaleBySVGDState(
+            jnp.zeros((), jnp.int32), jnp.full(h.shape, jnp.nan, h.dtype), factor
+        )
 
     def update(updates, state, params=None):
         if params is None:
@@ -94,17 +122,34 @@ def scale_by_svgd(
         check_particles("params", params)
         x, _ = to_matrix(params)
         gradients, from_matrix = to_matrix(updates)
+        scores = -gradients.astype(x.dtype) / temperature_at(state.count).astype(x.dtype)
+        factor = state.factor
+        if preconditioner is not None:
+            factor = preconditioner.refreshed(x, state.count, factor)
+            x, scores = to_whitened(factor, x - centre(x)), whitened_scores(factor, scores)
         h = resolve_bandwidth(bandwidth, x, state.count)
         phi = svgd_direction(
             x,
-            -gradients.astype(x.dtype),
+            scores,
             h,
             kernel=kernel,
             repulsion=repulsion,
             precision=precision,
             implementation=implementation,
         )
-        state = ScaleBySVGDState(state.count + 1, h.astype(state.bandwidth.dtype))
-        return from_matrix(-phi), state
+        state = ScaleBySVGDState(state.count + 1, h.astype(state.bandwidth.dtype), factor)
+        return from_matrix(-from_whitened(factor, phi)), state
 
     return optax.GradientTransformation(init, update)
+
+
+def as_temperature(temperature):
+    """A function from the step to T, of a number > 0 or an optax schedule."""
+    if callable(temperature):
+        return lambda step: jnp.asarray(temperature(step))
+    constant = jnp.asarray(temperature, jnp.result_type(float))
+    if constant.ndim:
+        raise ValueError(f"temperature must be a scalar or a schedule, got shape {constant.shape}")
+    if not isinstance(constant, jax.core.Tracer) and not constant > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    return lambda step: constant
