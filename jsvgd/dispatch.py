@@ -113,8 +113,25 @@ def supports(
     """Whether the implementation takes these shapes, and why not. Compiles nothing."""
     if implementation in ("xla", "dense"):
         return True, ""
-    module = _kernel_module(implementation, backward)
+    if not backward and in_gram_regime(implementation, n, d, m != n):
+        from pallas_kernels import triton_gram as module
+    else:
+        module = _kernel_module(implementation, backward)
     return module.supports(_kernel_name(kernel), n, m, d, precision, dtype)
+
+
+def in_gram_regime(implementation, n, d, has_queries) -> bool:
+    """Whether the portable kernels cut the work along d instead of along the particles."""
+    return (
+        implementation in ("triton", "interpret")
+        and not has_queries
+        and d > LARGE_DIMENSION
+        and n <= FEW_PARTICLES
+    )
+
+
+# Rows beyond this leave registers and shared memory; N x N weights beyond that leave O(N d) behind.
+LARGE_DIMENSION, FEW_PARTICLES = 256, 4096
 
 
 def forward(implementation, arrays, *, kernel, precision, base=None, scale=None) -> jax.Array:

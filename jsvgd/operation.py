@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jsvgd import dispatch, reference, streamed
+from jsvgd import dispatch, gram, reference, streamed
 from jsvgd.kernels import RadialKernel
 
 __all__ = ["Config", "compute_dtype", "dense", "direction", "evaluate"]
@@ -115,10 +115,8 @@ def _stepped(x, phi, step_size):
 @functools.partial(jax.jit, static_argnums=0)
 def evaluate(config: Config, particles, scores, bandwidth, queries, repulsion, step_size):
     raw = _raw(particles, scores, bandwidth, queries, repulsion)
-    near = _standardise(raw)
 
-    def by_differences(raw, near):
-        del near
+    def by_differences(raw, _):
         phi = streamed.forward(
             *raw[:3],
             raw.drift,
@@ -128,14 +126,40 @@ def evaluate(config: Config, particles, scores, bandwidth, queries, repulsion, s
         )
         return _stepped(raw.particles, phi, step_size)
 
-    def by_products(raw, near):
-        fused = {} if step_size is None else {"base": raw.particles, "scale": step_size}
+    if dispatch.in_gram_regime(config.implementation, *particles.shape, queries is not None):
+        far, near, by_products = _gram_regime(config, raw, step_size)
+    else:
+        far, near, by_products = _row_regime(config, raw, step_size)
+    result = lax.cond(far, by_differences, by_products, raw, near)
+    return result.astype(jnp.result_type(particles, scores))
+
+
+def _row_regime(config, raw, step_size):
+    """Whether particles lie far, what the near path needs, and the near path: tiles of rows."""
+    fused = {} if step_size is None else {"base": raw.particles, "scale": step_size}
+
+    def by_products(_, near):
         return dispatch.forward(
             config.implementation, near, kernel=config.kernel, precision=config.precision, **fused
         )
 
-    result = lax.cond(_far(near), by_differences, by_products, raw, near)
-    return result.astype(jnp.result_type(particles, scores))
+    near = _standardise(raw)
+    return _far(near), near, by_products
+
+
+def _gram_regime(config, raw, step_size):
+    """The same for few particles in many dimensions: the weights of all pairs in between two passes."""
+    options = {
+        "kernel": config.kernel,
+        "precision": config.precision,
+        "interpret": config.implementation == "interpret",
+    }
+
+    def by_products(raw, pairs):
+        return gram.direction(pairs, *raw[1:], step_size, **options)
+
+    pairs = gram.pair_weights(raw.particles, raw.scale, **options)
+    return _is_far(pairs.half_squared_norm), pairs, by_products
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

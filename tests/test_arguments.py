@@ -32,7 +32,7 @@ X, S = draw(5, 3)
         (TypeError, "bandwidth must be a real number, got dtype <U6", (X, S, "median"), {}),
         (ValueError, r"queries must have shape \(M, 3\)", (X, S, 1.0), {"queries": X[:, :2]}),
         (ValueError, r"queries must have shape \(N, d\), got \(5,\)", (X, S, 1.0), {"queries": X[:, 0]}),
-        (ValueError, "kernel must be one of .*'imq', 'rbf'.*got 'gauss'", (X, S, 1.0), {"kernel": "gauss"}),
+        (ValueError, "kernel must be one of .*'imq'.*'rbf'.*got 'gauss'", (X, S, 1.0), {"kernel": "gauss"}),
         (ValueError, "precision must be one of .*got 'exact'", (X, S, 1.0), {"precision": "exact"}),
         (ValueError, "implementation must be None or .*'cuda'", (X, S, 1.0), {"implementation": "cuda"}),
         (ValueError, r"repulsion must be a scalar, got shape \(2,\)", (X, S, 1.0), {"repulsion": [1.0, 2.0]}),

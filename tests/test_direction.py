@@ -21,6 +21,7 @@ from tests.problems import (
 ON_GPU = jax.default_backend() == "gpu"
 COMPILED = ["triton", "mosaic_gpu"] if ON_GPU else []
 IMPLEMENTATIONS = [None, "xla", "interpret", *COMPILED]
+PRODUCTS_IN_FLOAT32 = {"xla", "dense"} | (set() if ON_GPU else {None})
 SHAPES = [
     (1, 1),
     (1, 7),
@@ -50,6 +51,11 @@ def supported(implementation, kernel="rbf"):
         pytest.skip("the Hopper kernels are rbf")
 
 
+def tolerance(implementation):
+    """Relative error of "high": IEEE products, or three products of 16-bit parts."""
+    return 2e-5 if implementation in PRODUCTS_IN_FLOAT32 else 4e-5
+
+
 def objective(weights, **options):
     def value(x, s, h):
         return jnp.sum(weights * jsvgd.svgd_direction(x, s, h, **options))
@@ -60,7 +66,7 @@ def objective(weights, **options):
 @pytest.mark.parametrize("implementation", ["xla", "interpret", *COMPILED])
 @pytest.mark.parametrize(("n", "d"), SHAPES)
 def test_float32_against_the_oracle(implementation, n, d):
-    if implementation == "interpret" and n * d > 10_000:
+    if implementation == "interpret" and n * d > 12_000:
         pytest.skip("the interpreter is too slow for it; smaller ragged shapes stand beside it")
     check_float32(implementation, "rbf", n, d)
 
@@ -79,9 +85,12 @@ def check_float32(implementation, kernel, n, d):
     phi = jsvgd.svgd_direction(x, s, h, kernel=kernel, implementation=implementation)
     expected = oracle(x, s, h, kernel=kernel)
     assert phi.dtype == jnp.float32
-    assert relative_error(phi, expected) <= 2e-5
+    assert relative_error(phi, expected) <= tolerance(implementation)
     if kernel == "rbf":
-        assert termwise_error(phi, expected, x, s, h) <= 3e-6
+        # Products of 16-bit parts lose up to 2^-16 of a term; many terms average it out.
+        whole = implementation in PRODUCTS_IN_FLOAT32
+        allowed = 3e-6 if whole or n >= 1000 else 2.5e-5
+        assert termwise_error(phi, expected, x, s, h) <= allowed
 
 
 @float64_implementation
@@ -103,7 +112,7 @@ def test_far_from_the_origin(implementation, offset, n, d):
     x, s = draw(n, d, offset=offset)
     h = bandwidth_for(x)
     phi = jsvgd.svgd_direction(x, s, h, implementation=implementation)
-    assert relative_error(phi, oracle(x, s, h)) <= 2e-5
+    assert relative_error(phi, oracle(x, s, h)) <= tolerance(implementation)
 
 
 @every_implementation
@@ -127,7 +136,9 @@ def test_one_far_particle_in_one_chain_of_many(implementation):
     direction = functools.partial(jsvgd.svgd_direction, implementation=implementation)
     phi = jax.jit(jax.vmap(direction, in_axes=(0, 0, None)))(x, s, h)
     for chain in range(3):
-        assert relative_error(phi[chain], oracle(x[chain], s[chain], h)) <= 2e-5
+        assert relative_error(phi[chain], oracle(x[chain], s[chain], h)) <= tolerance(
+            implementation
+        )
 
 
 @every_implementation
@@ -160,7 +171,9 @@ def test_bandwidth_a_dimension(implementation, kernel):
     direction = functools.partial(
         jsvgd.svgd_direction, kernel=kernel, implementation=implementation
     )
-    assert relative_error(direction(x, s, h), oracle(x, s, h, kernel=kernel)) <= 2e-5
+    assert relative_error(direction(x, s, h), oracle(x, s, h, kernel=kernel)) <= tolerance(
+        implementation
+    )
     weights = draw(97, 13, seed=1)[1]
     got = jax.grad(objective(weights, kernel=kernel, implementation=implementation), (0, 1, 2))
     for value, expected in zip(
@@ -181,7 +194,9 @@ def test_queries(implementation, kernel, m):
         jsvgd.svgd_direction, kernel=kernel, implementation=implementation
     )
     phi = direction(x, s, h, queries=y)
-    assert relative_error(phi, oracle(x, s, h, queries=y, kernel=kernel)) <= 2e-5
+    assert relative_error(phi, oracle(x, s, h, queries=y, kernel=kernel)) <= tolerance(
+        implementation
+    )
 
     def value(function, x, s, h, y):
         return jnp.sum(weights * function(x, s, h, queries=y, kernel=kernel))
@@ -200,7 +215,7 @@ def test_repulsion(implementation, repulsion):
     x, s = draw(97, 13)
     h = bandwidth_for(x)
     phi = jsvgd.svgd_direction(x, s, h, repulsion=repulsion, implementation=implementation)
-    assert relative_error(phi, oracle(x, s, h, repulsion=repulsion)) <= 2e-5
+    assert relative_error(phi, oracle(x, s, h, repulsion=repulsion)) <= tolerance(implementation)
 
 
 @every_implementation
