@@ -155,7 +155,10 @@ def _write(folder: Path, data: Regression, prepared, outcomes, linear, options) 
         probability=np.concatenate([o.probability for o in outcomes]),
     )
     arrays = {
-        jax.tree_util.keystr(path, simple=True, separator="."): np.stack(leaves)
+        # The last part of the path of an NNX parameter is "value".
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): np.stack(
+            leaves
+        )
         for path, *leaves in _leaves_by_path([o.particles for o in outcomes])
     }
     for name in ("input_mean", "input_scale", "target_mean", "target_scale"):
