@@ -4,6 +4,13 @@
     python -m experiments.bayesian_nn --data FOLDER          # all standard splits of a UCI folder
 
 The network and its training are those of Liu and Wang: see ``experiments.liu_wang_network``.
+
+Measured on the 20 standard splits of concrete (JAX 0.10.2, CPU, seed 0; mean ± standard error):
+
+                         test RMSE        mean test log-likelihood
+    --steps 2000       5.684 ± 0.108            -3.166 ± 0.015
+    --steps 10000      4.981 ± 0.118            -3.028 ± 0.020
+    linear regression 10.314 ± 0.147            -3.755 ± 0.014
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ def draw(path: Path, *, title: str, targets, prediction, probability) -> None:
       title: of the whole picture.
       targets: (R,), in their own units.
       prediction: ``mean``, ``sd``, ``epistemic_sd`` and ``aleatoric_sd``, each (R,).
-      probability: predictive probability of a target at most as large as the one seen, (R,).
+      probability: predictive probability of a target at most as large as the one seen, (R,). The band
+        of chance takes the rows for independent, which those of several splits are not quite.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 5.0), layout="constrained")
     _draw_predictions(left, targets, prediction)
