@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable
@@ -121,8 +122,8 @@ def run(
             if steps == 0:
                 break
             last = jax.tree.map(lambda a: a[-1], parts[-1].info)
-            bar.update(steps)
             if progress:
+                bar.update(steps)
                 bar.set_postfix(_shown(last), refresh=False)
             if callback is not None and callback(start + made, state, last):
                 break
@@ -220,9 +221,11 @@ def _count_rows(data) -> int:
 
 
 def _progress_bar(shown: bool, num_steps: int):
+    if not shown:
+        return contextlib.nullcontext()
     from tqdm.auto import tqdm  # a bar is asked for rarely, and importing it takes time
 
-    return tqdm(total=num_steps, disable=not shown, unit="step")
+    return tqdm(total=num_steps, unit="step")
 
 
 def _shown(info: SVGDInfo) -> dict[str, str]:
