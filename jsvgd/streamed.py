@@ -35,9 +35,11 @@ __all__ = [
     "map_row_blocks",
 ]
 
-# Elements of one block of pair values. Two cores keep 1 MB of float32 in their caches; a GPU wants
-# enough rows to fill its multiprocessors.
-_BLOCK_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 25}
+# Pair values of one block of rows: half a megabyte of float32 stays in a core's cache, but a block has
+# some rows to amortise its pass over all particles with, unless they would take tens of megabytes.
+# A GPU wants enough rows to fill its multiprocessors.
+_BLOCK_ELEMENTS = {"cpu": 1 << 17, "gpu": 1 << 25}
+_FEWEST_ROWS, _MOST_ELEMENTS = 64, {"cpu": 1 << 22, "gpu": 1 << 27}
 
 
 class PairArithmetic(NamedTuple):
@@ -158,8 +160,9 @@ def map_row_blocks(function: Callable, rows: tuple[jax.Array, ...], elements_a_r
     """
     function = jax.checkpoint(function)
     num_rows = rows[0].shape[0]
-    budget = _BLOCK_ELEMENTS["gpu" if jax.default_backend() == "gpu" else "cpu"]
-    block = min(num_rows, max(1, budget // elements_a_row))
+    platform = "gpu" if jax.default_backend() == "gpu" else "cpu"
+    fewest = min(_FEWEST_ROWS, _MOST_ELEMENTS[platform] // elements_a_row)
+    block = min(num_rows, max(1, fewest, _BLOCK_ELEMENTS[platform] // elements_a_row))
     if block == num_rows:
         return function(*rows)
     num_blocks = -(-num_rows // block)

@@ -1,0 +1,381 @@
+"""Time, error and memory of the direction and its gradient beside what else a user could pick.
+
+    python -m experiments.benchmark_direction [--quick] [--peers] [--output DIR]
+
+Inputs N(0, I), scores -x + 0.1 noise, bandwidth about the median rule's. Every time is the median of three
+compiled loops (PyTorch: synchronised loops) in this one run; ratios compare within the run. "error" is
+||out - ref64|| / ||ref64|| and "termwise" max |out - ref64| / sum of the terms' magnitudes, on 128 rows
+against the float64 oracle; for gradients the largest relative error of those in x and s (rows) against float64.
+Prints a table and writes benchmark_direction.json and a roofline picture into the output folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jsvgd
+from experiments.timing import compiled_with_memory, seconds_a_call
+from jsvgd import reference
+
+ROWS = 128
+# (work, chains, N, d)
+WORK = [
+    ("direction", 1, 1024, 32),
+    ("direction", 1, 4096, 64),
+    ("direction", 1, 16384, 64),
+    ("direction", 1, 16384, 128),
+    ("direction", 1, 16384, 256),
+    ("direction", 1, 65536, 64),
+    ("direction", 1, 65536, 4),
+    ("direction", 1, 65536, 2),
+    ("direction", 1, 64, 1_000_000),
+    ("direction", 1, 1024, 65536),
+    ("direction", 64, 256, 32),
+    ("gradient", 1, 1024, 32),
+    ("gradient", 1, 4096, 64),
+    ("gradient", 1, 16384, 64),
+    ("gradient", 1, 65536, 64),
+    ("direction", 1, 1_048_576, 64),
+]
+QUICK = [
+    ("direction", 1, 333, 7),
+    ("direction", 5, 65, 3),
+    ("gradient", 1, 333, 7),
+    ("direction", 1, 20, 501),
+]
+
+
+def problem(chains, n, d, seed=0):
+    """Particles, scores and cotangent (chains, N, d), or (N, d) for one chain, and the bandwidth."""
+    shape = (n, d) if chains == 1 else (chains, n, d)
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], shape)
+    s = -x + 0.1 * jax.random.normal(keys[1], shape)
+    g = jax.random.normal(keys[2], shape)
+    return x, s, g, jnp.float32(2 * d / max(math.log(n), 1.0))
+
+
+def gram_direction(precision):
+    """What one writes in XLA without a library: centred Gram form, row blocks where N is large."""
+
+    def rows(q, x, v, h):
+        norms = lambda a: jnp.sum(a * a, axis=1)
+        products = jnp.matmul(q, x.T, precision=precision)
+        k = jnp.exp(-jnp.maximum(norms(q)[:, None] + norms(x)[None] - 2 * products, 0) / (2 * h))
+        return jnp.matmul(k, v, precision=precision) + jnp.sum(k, axis=1)[:, None] * q / h
+
+    def direction(x, s, h):
+        n, d = x.shape
+        x = x - jnp.mean(x, axis=0)
+        v = s - x / h
+        if n < 32768:
+            return rows(x, x, v, h) / n
+        blocks = x.reshape(-1, 2048, d)
+        return jax.lax.map(lambda q: rows(q, x, v, h), blocks).reshape(n, d) / n
+
+    return direction
+
+
+def baselines(chains, n, work):
+    if n > 65536 or (work == "gradient" and n > 16384):
+        return {}  # their N x N arrays do not fit, or take too long to be of interest
+    named = {"XLA float32": gram_direction("highest"), "XLA TF32": gram_direction("default")}
+    return {k: jax.vmap(f, (0, 0, None)) if chains > 1 else f for k, f in named.items()}
+
+
+def library(chains, implementation=None):
+    def direction(x, s, h):
+        return jsvgd.svgd_direction(x, s, h, implementation=implementation)
+
+    return jax.vmap(direction, (0, 0, None)) if chains > 1 else direction
+
+
+def gradients_of(direction):
+    """Forward and backward: gradients of sum(g * direction) in x, s and h."""
+
+    def gradients(x, s, g, h):
+        value, vjp = jax.vjp(direction, x, s, h)
+        # The forward pass is part of the work: a cotangent that depends on it keeps it alive.
+        return vjp(g + 0 * value)
+
+    return gradients
+
+
+def exact_rows(x, s, h, rows=ROWS):
+    """phi of the first rows of the first chain and the sum of its terms' magnitudes, float64."""
+    x, s = (a[0] if a.ndim == 3 else a for a in (x, s))
+    n, d = x.shape
+    rows = min(rows, n)
+    step = max(1, min(rows, (1 << 27) // (n * d)))
+    with jax.enable_x64(True):
+        x, s = (jnp.asarray(np.asarray(a), jnp.float64) for a in (x, s))
+        h = jnp.float64(float(h))
+
+        @jax.jit
+        def block(y, x, s):
+            difference = y[:, None, :] - x[None]
+            k = jnp.exp(-jnp.sum(difference**2, -1) / (2 * h))
+            terms = k @ jnp.abs(s) + jnp.sum(k[..., None] * jnp.abs(difference), 1) / h
+            return reference.direction(x, s, h, queries=y), terms / n
+
+        parts = [block(x[i : i + step], x, s) for i in range(0, rows, step)]
+        return [
+            np.concatenate([np.asarray(p) for p in column])[:rows]
+            for column in zip(*parts, strict=True)
+        ]
+
+
+def exact_gradient_rows(x, s, g, h, rows=ROWS):
+    """Gradients in x and s of the first rows, and in h, float64, in blocks of rows of the pair matrix."""
+    with jax.enable_x64(True):
+        x, s, g = (jnp.asarray(np.asarray(a), jnp.float64) for a in (x, s, g))
+        h = jnp.float64(float(h))
+
+        def value(head, head_s, h, x, s, g):
+            # Only the pairs that the first rows take part in carry their gradient.
+            x, s = x.at[:rows].set(head), s.at[:rows].set(head_s)
+            total = jnp.sum(g * jsvgd.svgd_direction(x, s, h, implementation="xla"))
+            return total
+
+        dx, ds, dh = jax.jit(jax.grad(value, (0, 1, 2)))(x[:rows], s[:rows], h, x, s, g)
+        return np.asarray(dx), np.asarray(ds), float(dh)
+
+
+def relative(value, exact):
+    value = np.asarray(value, np.float64)
+    return float(np.linalg.norm(value - exact) / np.linalg.norm(exact))
+
+
+def measure_direction(chains, n, d, report):
+    x, s, _, h = problem(chains, n, d)
+    exact, terms = exact_rows(x, s, h)
+    candidates = {"jsvgd": library(chains), **baselines(chains, n, "direction")}
+    for name, direction in candidates.items():
+        compiled, size = compiled_with_memory(direction, x, s, h)
+        out = compiled(x, s, h)
+        head = np.asarray((out[0] if chains > 1 else out)[: len(exact)], np.float64)
+        assert bool(jnp.all(jnp.isfinite(out)))
+        report(
+            name,
+            milliseconds=1e3 * seconds_a_call(direction, x, s, h),
+            error=relative(head, exact),
+            termwise=float(np.max(np.abs(head - exact) / terms)),
+            bytes=size,
+        )
+
+
+def measure_gradient(chains, n, d, report):
+    x, s, g, h = problem(chains, n, d)
+    exact = exact_gradient_rows(x, s, g, h) if n <= 16384 else None
+    for name, direction in {"jsvgd": library(chains), **baselines(chains, n, "gradient")}.items():
+        compiled, size = compiled_with_memory(gradients_of(direction), x, s, g, h)
+        dx, ds, dh = compiled(x, s, g, h)
+        error = None
+        if exact is not None:
+            errors = relative(dx[:ROWS], exact[0]), relative(ds[:ROWS], exact[1])
+            error = max(*errors, abs(float(dh) - exact[2]) / abs(exact[2]))
+
+        def moved(x, s, g, h, direction=direction):
+            dx, ds, dh = gradients_of(direction)(x, s, g, h)
+            return dx + ds + dh
+
+        report(
+            name,
+            milliseconds=1e3 * seconds_a_call(moved, x, s, g, h),
+            error=error,
+            bytes=size,
+        )
+
+
+def floor_milliseconds(work, chains, n, d):
+    """The larger of arithmetic and memory time on an H200: 802 TFLOP/s in bf16, three products; 4.3 TB/s."""
+    products = 4 * n * n * d * (2.5 + 1 if work == "gradient" else 1) * 3 / 802e12
+    exponentials = n * n / (132 * 16 * 1.98e9)
+    traffic = 4 * n * d * 4 / 4.3e12
+    return 1e3 * chains * max(products, exponentials, traffic)
+
+
+def peers(report_for):
+    """The PyTorch program and BlackJAX, a whole step with its bandwidth, where they are installed."""
+    n, d = 1024, 32
+    x, *_ = problem(1, n, d)
+    report = report_for("step", 1, n, d)
+
+    def step(x):
+        return jsvgd.svgd_direction(x, -x, jsvgd.median_bandwidth(x))
+
+    report("jsvgd", milliseconds=1e3 * seconds_a_call(step, x))
+    try:
+        import torch
+    except ImportError:
+        print("PyTorch is not installed: its program is not measured")
+    else:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        report("PyTorch program", milliseconds=1e3 * torch_seconds(torch, np.asarray(x), device))
+    try:
+        import blackjax
+        import optax
+    except ImportError:
+        print("BlackJAX is not installed: it is not measured")
+        return
+    algorithm = blackjax.svgd(lambda p: -p, optax.sgd(1e-3))
+
+    @jax.jit
+    def loop(state, count):
+        return jax.lax.fori_loop(0, count, lambda _, st: algorithm.step(st), state)
+
+    state = algorithm.init(x)
+    jax.block_until_ready(loop(state, 2))
+    start = time.perf_counter()
+    jax.block_until_ready(loop(state, 20))
+    report("BlackJAX", milliseconds=1e3 * (time.perf_counter() - start) / 20)
+
+
+def torch_seconds(torch, x, device, count=20):
+    x = torch.tensor(x, device=device)
+
+    def step(x):
+        diff = x.unsqueeze(0) - x.unsqueeze(1)
+        dist_sq = (diff**2).sum(-1)
+        h = torch.median(dist_sq.view(-1)).clamp(min=1e-5) / max(math.log(x.shape[0]), 1.0)
+        k = torch.exp(-dist_sq / (2 * h))
+        return (k @ -x + (-diff / h * k.unsqueeze(-1)).sum(dim=1)) / x.shape[0]
+
+    def wait():
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        step(x)
+    wait()
+    start = time.perf_counter()
+    for _ in range(count):
+        step(x)
+    wait()
+    return (time.perf_counter() - start) / count
+
+
+def picture(rows, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    for axis, key in zip(axes, ("n", "d"), strict=True):
+        for name, marker in (("jsvgd", "o"), ("XLA float32", "s"), ("XLA TF32", "^")):
+            points = [
+                r for r in rows if r["name"] == name and r.get("floor") and r["work"] != "step"
+            ]
+            axis.loglog(
+                [r[key] for r in points],
+                [r["milliseconds"] / r["floor"] for r in points],
+                marker,
+                label=name,
+                alpha=0.75,
+            )
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xlabel("particles N" if key == "n" else "dimensions d")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("time over the floor (1 = roofline)")
+    axes[0].legend()
+    figure.suptitle("Time over the larger of arithmetic and memory time")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: does the script run?")
+    parser.add_argument("--peers", action="store_true", help="also PyTorch and BlackJAX")
+    parser.add_argument("--output", type=Path, default=Path("output/benchmark_direction"))
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    device = jax.devices()[0]
+    rows = []
+    header = {
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python -m experiments.benchmark_direction"
+        + (" --peers" if options.peers else ""),
+        "rows": rows,
+    }
+
+    def report_for(work, chains, n, d):
+        floor = floor_milliseconds(work, chains, n, d) if work != "step" else None
+
+        def report(name, **figures):
+            choice = jsvgd.which_implementation(n, d).implementation if name == "jsvgd" else None
+            row = {"work": work, "chains": chains, "n": n, "d": d, "name": name, "floor": floor}
+            rows.append({**row, "implementation": choice, **figures})
+            write(options.output / "benchmark_direction.json", header)
+            print(describe(rows[-1], rows), flush=True)
+
+        return report
+
+    for work, chains, n, d in QUICK if options.quick else WORK:
+        measure = measure_direction if work == "direction" else measure_gradient
+        try:
+            measure(chains, n, d, report_for(work, chains, n, d))
+        except Exception as error:  # one case that fails must not lose the others' figures
+            print(
+                f"{work} {chains}x{n}x{d} FAILED: {type(error).__name__}: {error}"[:300], flush=True
+            )
+            rows.append(
+                {
+                    "work": work,
+                    "chains": chains,
+                    "n": n,
+                    "d": d,
+                    "name": "failed",
+                    "error": str(error)[:300],
+                }
+            )
+    if options.peers:
+        peers(report_for)
+    write(options.output / "benchmark_direction.json", header)
+    picture(rows, options.output / "benchmark_direction.png")
+    print(f"{header['device']}, JAX {header['jax']}: written to {options.output}")
+
+
+def write(path, header):
+    path.write_text(json.dumps(header, indent=1))
+
+
+def describe(row, rows):
+    chains = f"{row['chains']}x" if row["chains"] > 1 else ""
+    ours = next(
+        (
+            r
+            for r in rows
+            if r["name"] == "jsvgd" and all(r[k] == row[k] for k in ("work", "chains", "n", "d"))
+        ),
+        row,
+    )
+    shape = f"{chains}{row['n']} x {row['d']}"
+    text = f"{row['work']:9s} {shape:14s} {row['name']:15s} {row['milliseconds']:10.4f} ms"
+    text += f"  {row['milliseconds'] / ours['milliseconds']:6.2f}x"
+    if row.get("error") is not None:
+        text += f"  error {row['error']:.1e}"
+    if row.get("termwise") is not None:
+        text += f"  termwise {row['termwise']:.1e}"
+    if row.get("bytes"):
+        text += f"  {row['bytes'] / 1e6:9.1f} MB"
+    if row.get("implementation"):
+        text += f"  {row['implementation']}"
+    return text
+
+
+if __name__ == "__main__":
+    main()
