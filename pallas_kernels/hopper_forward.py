@@ -13,7 +13,6 @@ Nothing is added atomically: results are the same bits every time.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +33,14 @@ def available() -> tuple[bool, str]:
     if jax.__version_info__ < (0, 11):
         return False, f"the Hopper kernels need JAX >= 0.11, got {jax.__version__}"
     return True, ""
+
+
+def pallas_modules():
+    """Pallas and its Mosaic GPU dialect, imported late: older JAX lacks what the kernels use."""
+    import jax.experimental.pallas as pl
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    return pl, plgpu
 
 
 def supports(kernel: str, n: int, m: int, d: int, precision: str, dtype) -> tuple[bool, str]:
@@ -75,13 +82,20 @@ def forward(
     ok, reason = supports(kernel, n, m, d, precision, zq.dtype)
     if not ok:
         raise ValueError(f"the Hopper direction does not take these arguments: {reason}")
-    phi = _direction(precision, tiles)(zq, zk, s, c)
+    if zq is zk:
+        phi = _direction(precision, tiles, True)(zk, s, c)
+    else:
+        phi = _direction(precision, tiles, False)(zq, zk, s, c)
     return phi if base is None else base + scale * phi
 
 
 @functools.lru_cache(maxsize=None)
-def _direction(precision: str, plan):
-    return over_stacks(functools.partial(_batched, precision=precision, plan=plan))
+def _direction(precision: str, plan, square: bool):
+    def batched(*arrays):
+        zq, zk, s, c = (arrays[0], *arrays) if square else arrays
+        return _batched(zq, zk, s, c, precision=precision, plan=plan)
+
+    return over_stacks(batched)
 
 
 def over_stacks(batched):
@@ -124,20 +138,23 @@ def _batched(zq, zk, s, c, *, precision, plan):
     """(B, M, d), (B, N, d), (B, N, d), (B, d) to phi (B, M, d): pad, pack, launch, finish."""
     (b, m, d), n = zq.shape, zk.shape[1]
     layout, tiles = plan or hopper_tiles.forward_tiles(n, m, d, precision, b)
-    rows = tiles.warpgroups * tiles.block_q
-    rows_q = math.ceil(m / rows) * rows
-    steps = math.ceil(math.ceil(n / tiles.block_k) / tiles.splits)
-    rows_k = steps * tiles.splits * tiles.block_k
-    drift = c[:, None, :] * zk
-    exponents = jax.vmap(
-        functools.partial(
-            operands.exponent_operands, layout=layout, rows_q=rows_q, rows_k=rows_k
-        )
-    )(zq * LOG2E_ROOT, zk * LOG2E_ROOT)
-    values = jax.vmap(functools.partial(operands.value_operand, layout=layout, rows=rows_k))(
-        s - drift
-    )
-    flat = [x.reshape(-1, *x.shape[2:]) for x in (*exponents, values)]
+    rows_q = hopper_tiles.round_up(m, tiles.warpgroups * tiles.block_q)
+    rows_k = hopper_tiles.round_up(n, tiles.splits * tiles.block_k)
+    square = zq is zk
+    if square:
+        both = hopper_tiles.common_rows(n, tiles)
+        rows_q, rows_k = (both, both) if both else (rows_q, rows_k)
+    operand = functools.partial(operands.exponent_operand, layout=layout)
+    k, ak = jax.vmap(functools.partial(operand, rows=rows_k, role="keys"))(zk * LOG2E_ROOT)
+    if square and rows_q == rows_k and not layout.packed:
+        # A padded query's half norm does not matter: its row is dropped.
+        q, aq = k, ak
+    else:
+        q, aq = jax.vmap(functools.partial(operand, rows=rows_q, role="queries"))(zq * LOG2E_ROOT)
+    value = functools.partial(operands.value_operand, layout=layout, rows=rows_k)
+    v = jax.vmap(value)(s - c[:, None, :] * zk)
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, aq, ak, v)]
+    steps = rows_k // (tiles.splits * tiles.block_k)
     total, weight = launch(*flat, layout=layout, tiles=tiles, batch=b, steps=steps)
     total = total.sum(0).reshape(b, rows_q, -1)[:, :m]
     if layout.packed:
@@ -155,9 +172,7 @@ def launch(q, k, aq, ak, v, *, layout: Layout, tiles: ForwardTiles, batch: int, 
     Rows of the batch lie one problem after another. With packed operands the row sums are a column of
     the sums, and the second result is not meaningful (zeros).
     """
-    import jax.experimental.pallas as pl
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
+    pl, plgpu = pallas_modules()
     bq, bk, wgs = tiles.block_q, tiles.block_k, tiles.warpgroups
     chunks, lane, vlane = layout.chunks, layout.lane, layout.value_lane
     rows_q, rows_k = q.shape[0] // batch, k.shape[0] // batch
@@ -169,10 +184,11 @@ def launch(q, k, aq, ak, v, *, layout: Layout, tiles: ForwardTiles, batch: int, 
     low = any(i == 1 for i, _ in value_pieces)
     tiling = lambda lane: (plgpu.TilingTransform((8, lane)), plgpu.SwizzleTransform(2 * lane))
     row_layout = plgpu.Layout.WGMMA.reduce(1)
-    overlap = tiles.overlap
+    # What a step brings in, in the order of use: copies wait for their turn in this order.
+    order = [("k", i) for i in range(chunks)] + ["a"] * norms + [("v", i) for i in range(chunks)]
 
-    def zeros(shape, array_layout, dtype=jnp.float32):
-        return plgpu.layout_cast(jnp.full(shape, 0, dtype), array_layout)
+    def zeros(shape, array_layout):
+        return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), array_layout)
 
     def columns(ref, chunk, piece, lane):
         return ref.at[:, pl.ds((chunk * layout.pieces + piece) * lane, lane)]
@@ -195,16 +211,6 @@ def launch(q, k, aq, ak, v, *, layout: Layout, tiles: ForwardTiles, batch: int, 
             carry = dict(total=total)
             if norms:
                 carry |= dict(ai=ai, weight=zeros((bq,), row_layout))
-            if tiles.q_in_registers:
-                carry["q"] = tuple(
-                    plgpu.load(columns(q_s.at[wg], 0, i, lane), layout=plgpu.Layout.WGMMA)
-                    for i in range(layout.pieces)
-                )
-            if overlap:
-                blank = zeros((bq, bk), plgpu.Layout.WGMMA, jnp.bfloat16)
-                carry["p"] = (blank, blank) if low else (blank,)
-                if norms:
-                    carry["p_sum"] = zeros((bq,), row_layout)
             carry = pipeline(carry)
             for chunk in range(chunks):
                 o_ref.at[part, pl.ds(base, bq), pl.ds(chunk * vlane, vlane)][...] = carry["total"][
@@ -213,128 +219,85 @@ def launch(q, k, aq, ak, v, *, layout: Layout, tiles: ForwardTiles, batch: int, 
             weight = carry["weight"] if norms else zeros((bq,), row_layout)
             r_ref.at[part, pl.ds(base, bq)][...] = weight
 
-        def exponent(ref, k_s, carry):
-            for chunk in range(chunks):
-                for i, j in exponent_pieces:
-                    a = carry["q"][i] if "q" in carry else columns(q_s.at[wg], chunk, i, lane)
-                    plgpu.wgmma(ref, a, columns(k_s[chunk], chunk=0, piece=j, lane=lane).transpose((1, 0)))
-
-        def weights(e, ak_s, carry):
+        def weights(e, tensors, ready, done, carry):
             """K of the block from its exponents: in two halves, and its row sums."""
             if norms:
-                aj = plgpu.load(ak_s, layout=plgpu.Layout.WGMMA.reduce(0))
+                plgpu.barrier_wait(ready["a"])
+                aj = plgpu.load(tensors["a"], layout=plgpu.Layout.WGMMA.reduce(0))
+                plgpu.barrier_arrive(done["a"])
                 e = e - lax.broadcast_in_dim(carry["ai"], (bq, bk), [0])
                 e = e - lax.broadcast_in_dim(aj, (bq, bk), [1])
             p = jnp.exp2(jnp.minimum(e, 0.0))
-            hi = p.astype(jnp.bfloat16)
-            halves = (hi, (p - hi.astype(jnp.float32)).astype(jnp.bfloat16)) if low else (hi,)
+            halves = operands.halves(p, tiles.cut_bits) if low else (p.astype(jnp.bfloat16),)
             return halves, (p.sum(axis=1) if norms else None)
 
-        def weigh(ref, halves, v_s):
-            for i, j in value_pieces:
-                plgpu.wgmma(ref, halves[i], columns(v_s, 0, j, vlane))
-
         def step(_, *refs):
-            count = 2 * chunks + norms
-            tensors, ready, done = (refs[i * count : (i + 1) * count] for i in range(3))
+            count = len(order)
+            tensors, ready, done = (
+                {name: refs[start + i] for i, name in enumerate(order)}
+                for start in (0, count, 2 * count)
+            )
             carry = dict(refs[-1])
-            k_s, v_s = tensors[:chunks], tensors[chunks + norms :]
-            ak_s = tensors[chunks] if norms else None
-            v_ready, v_done = ready[chunks + norms :], done[chunks + norms :]
-            for barrier in ready[: chunks + norms]:
-                plgpu.barrier_wait(barrier)
-            if overlap:
-                return overlapped(k_s, v_s, ak_s, v_ready, done, carry)
 
+            # Barriers are waited for before products are issued, never between two of a group.
             def first(ref):
-                exponent(ref, k_s, carry)
+                for chunk in range(chunks):
+                    keys = tensors["k", chunk]
+                    for i, j in exponent_pieces:
+                        own = columns(q_s.at[wg], chunk, i, lane)
+                        plgpu.wgmma(ref, own, columns(keys, 0, j, lane).transpose((1, 0)))
                 return ref[...]
 
+            for chunk in range(chunks):
+                plgpu.barrier_wait(ready["k", chunk])
             e = pl.run_scoped(first, plgpu.ACC((bq, bk), jnp.float32))
-            for barrier in done[:chunks]:
-                plgpu.barrier_arrive(barrier)
-            halves, p_sum = weights(e, ak_s, carry)
+            for chunk in range(chunks):
+                plgpu.barrier_arrive(done["k", chunk])
+            p, p_sum = weights(e, tensors, ready, done, carry)
             if norms:
-                plgpu.barrier_arrive(done[chunks])
                 carry["weight"] = carry["weight"] + p_sum
             total = []
             for chunk in range(chunks):
-                plgpu.barrier_wait(v_ready[chunk])
 
                 def second(ref, chunk=chunk):
-                    weigh(ref, halves, v_s[chunk])
+                    for i, j in value_pieces:
+                        plgpu.wgmma(ref, p[i], columns(tensors["v", chunk], 0, j, vlane))
                     return ref[...]
 
+                plgpu.barrier_wait(ready["v", chunk])
                 fresh = pl.run_scoped(second, plgpu.ACC((bq, vlane), jnp.float32))
                 total.append(carry["total"][chunk] + fresh)
-                plgpu.barrier_arrive(v_done[chunk])
+                plgpu.barrier_arrive(done["v", chunk])
             carry["total"] = tuple(total)
             return carry
 
-        def overlapped(k_s, v_s, ak_s, v_ready, done, carry):
-            """The exponents of this block of keys beside the sum over the block before."""
-            if norms:
-                carry["weight"] = carry["weight"] + carry["p_sum"]
-
-            def both(e_ref, *sums):
-                exponent(e_ref, k_s, carry)
-                for chunk in range(chunks):
-                    plgpu.barrier_wait(v_ready[chunk])
-                    weigh(sums[chunk], carry["p"], v_s[chunk])
-                e = plgpu.wgmma_accumulator_load(e_ref, wait_n=chunks * len(value_pieces))
-                for barrier in done[:chunks]:
-                    plgpu.barrier_arrive(barrier)
-                halves, p_sum = weights(e, ak_s, carry)
-                if norms:
-                    plgpu.barrier_arrive(done[chunks])
-                plgpu.wgmma_wait(0)
-                return halves, p_sum, [ref[...] for ref in sums]
-
-            halves, p_sum, fresh = pl.run_scoped(
-                both,
-                plgpu.ACC((bq, bk), jnp.float32),
-                *(plgpu.ACC((bq, vlane), jnp.float32) for _ in range(chunks)),
-            )
-            for barrier in done[chunks + norms :]:
-                plgpu.barrier_arrive(barrier)
-            carry["total"] = tuple(a + b for a, b in zip(carry["total"], fresh, strict=True))
-            carry["p"] = halves
-            if norms:
-                carry["p_sum"] = p_sum
-            return carry
-
-        # Overlapped, the values lag one step behind the keys; the last step's keys are not used.
-        here = (lambda i: jnp.minimum(i, steps - 1)) if overlap else (lambda i: i)
-        before = (lambda i: jnp.maximum(i - 1, 0)) if overlap else (lambda i: i)
-
-        def block(width, lane, chunk, row):
+        def block(width, lane, chunk):
             # The contraction of the second product is cut by the swizzle: at most block_k.
             return plgpu.BlockSpec(
                 block_shape=(bk, width),
-                index_map=lambda i: (row(i), chunk),
+                index_map=lambda i: (i, chunk),
                 transforms=tiling(lane),
             )
 
-        key_width, value_width = layout.pieces * lane, layout.pieces * vlane
-        keys = [block(key_width, lane, chunk, here) for chunk in range(chunks)]
         swizzle = min(vlane, bk)
-        values = [block(value_width, swizzle, chunk, before) for chunk in range(chunks)]
-        half_norms = [plgpu.BlockSpec(block_shape=(bk,), index_map=lambda i: (here(i),))] * norms
+        specs = {("k", i): block(layout.pieces * lane, lane, i) for i in range(chunks)}
+        specs |= {("v", i): block(layout.pieces * vlane, swizzle, i) for i in range(chunks)}
+        specs["a"] = plgpu.BlockSpec(block_shape=(bk,), index_map=lambda i: (i,))
         pipeline = plgpu.emit_pipeline_warp_specialized(
             step,
-            grid=(steps + overlap,),
-            max_concurrent_steps=min(tiles.stages, steps + overlap),
+            grid=(steps,),
+            max_concurrent_steps=min(tiles.stages, steps),
             num_compute_wgs=wgs,
             memory_registers=40,
             wg_axis="wg",
             manual_produced_barriers=True,
             manual_consumed_barriers=True,
             compute_context=context,
-            in_specs=[*keys, *half_norms, *values],
+            in_specs=[specs[name] for name in order],
         )
         part_rows = pl.ds(problem * rows_k + part * (steps * bk), steps * bk)
-        k_part, v_part = k_ref.at[part_rows], v_ref.at[part_rows]
-        pipeline(*[k_part] * chunks, *[ak_ref.at[part_rows]] * norms, *[v_part] * chunks)
+        parts = dict(k=k_ref.at[part_rows], v=v_ref.at[part_rows], a=ak_ref.at[part_rows])
+        pipeline(*[parts[name[0]] for name in order])
 
     return plgpu.kernel(
         body,

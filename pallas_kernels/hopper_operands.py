@@ -28,7 +28,8 @@ __all__ = [
     "FAR",
     "LOG2E_ROOT",
     "Layout",
-    "exponent_operands",
+    "exponent_operand",
+    "halves",
     "layout_for",
     "pack_pair",
     "pad_to",
@@ -113,35 +114,55 @@ def pad_to(x: Array, rows: int, columns: int | None = None) -> Array:
 
 def pack_pair(x: Array, lane: int, chunks: int, pieces: int, dtype) -> Array:
     """(n, d) float32 to (n, chunks * pieces * lane): per chunk ``[hi | lo]`` (``[hi]`` for one piece)."""
-    x = pad_to(x, x.shape[0], chunks * lane)
-    halves = split_pair(x, dtype)[:pieces]
-    if pieces == 1:
-        return halves[0]
-    blocks = [half.reshape(-1, chunks, 1, lane) for half in halves]
-    return jnp.concatenate(blocks, axis=2).reshape(x.shape[0], -1)
+    x = pad_to(x, x.shape[0], chunks * lane).reshape(-1, chunks, 1, lane)
+    exponent, mantissa = (8, 7) if jnp.dtype(dtype) == jnp.bfloat16 else (5, 10)
+    hi = lax.reduce_precision(x, exponent, mantissa)
+    # One elementwise fusion, where a concatenation would be a kernel of its own.
+    piece = lax.broadcasted_iota(jnp.int32, (1, 1, pieces, 1), 2)
+    return jnp.where(piece == 0, hi, x - hi).astype(dtype).reshape(x.shape[0], -1)
 
 
-def exponent_operands(yq: Array, yk: Array, layout: Layout, rows_q: int, rows_k: int):
-    """(M, d) and (N, d) float32 to the two operands of the exponent and the half norms.
+def halves(t: Array, cut_bits: bool) -> tuple[Array, Array]:
+    """float32 = hi + lo in bfloat16, inside a kernel, where no compiler removes the rounding.
+
+    By conversions, or by integer instructions on the words (round half away from zero): conversions run
+    at a fraction of the rate, which shows where few products hide them. A NaN is not kept by the
+    latter; its particle's values are NaN too and carry it.
+    """
+    if not cut_bits:
+        hi = t.astype(jnp.bfloat16)
+        return hi, (t - hi.astype(jnp.float32)).astype(jnp.bfloat16)
+    bits = lax.bitcast_convert_type(t, jnp.int32) + 0x8000
+    rest = t - lax.bitcast_convert_type(bits & -65536, jnp.float32)
+    return _upper(bits), _upper(lax.bitcast_convert_type(rest, jnp.int32) + 0x8000)
+
+
+def _upper(bits: Array) -> Array:
+    upper = lax.shift_right_logical(bits, jnp.full_like(bits, 16)).astype(jnp.int16)
+    return lax.bitcast_convert_type(upper, jnp.bfloat16)
+
+
+def exponent_operand(y: Array, layout: Layout, rows: int, role: str) -> tuple[Array, Array]:
+    """(n, d) float32 to one side of the exponent's product and the half norms.
 
     Returns:
-      queries (rows_q, columns), keys (rows_k, columns) float16, half norms (rows_q,) and (rows_k,)
-      float32 with ``FAR`` at padded keys. Packed operands hold the half norms themselves.
+      float16 (rows, columns) and float32 (rows,); the half norms of padded keys are ``FAR``. Packed
+      operands hold the half norms too, those of "keys" and of "queries" in different places.
     """
-    aq = pad_to(0.5 * jnp.sum(yq * yq, 1), rows_q)
-    ak = 0.5 * jnp.sum(yk * yk, 1)
-    ak = jnp.pad(ak, (0, rows_k - ak.shape[0]), constant_values=FAR)
-    yq, yk = pad_to(yq, rows_q), pad_to(yk, rows_k)
+    half = 0.5 * jnp.sum(y * y, 1)
+    far = FAR if role == "keys" else 0.0
+    half = jnp.pad(half, (0, rows - half.shape[0]), constant_values=far)
+    y = pad_to(y, rows)
     if not layout.packed:
-        arguments = (layout.lane, layout.chunks, layout.pieces, jnp.float16)
-        return pack_pair(yq, *arguments), pack_pair(yk, *arguments), aq, ak
-    (qh, ql), (kh, kl) = split_pair(yq, jnp.float16), split_pair(yk, jnp.float16)
-    aqh, aql = split_pair(-aq[:, None], jnp.float16)
-    akh, akl = split_pair(-ak[:, None], jnp.float16)
-    one_q, one_k = jnp.ones_like(aqh), jnp.ones_like(akh)
-    q = jnp.concatenate([qh, ql, qh, aqh, aql, one_q, one_q], axis=1)
-    k = jnp.concatenate([kh, kh, kl, one_k, one_k, akh, akl], axis=1)
-    return pad_to(q, rows_q, layout.lane), pad_to(k, rows_k, layout.lane), aq, ak
+        return pack_pair(y, layout.lane, layout.chunks, layout.pieces, jnp.float16), half
+    hi, lo = split_pair(y, jnp.float16)
+    norms = split_pair(-half[:, None], jnp.float16)
+    ones = jnp.ones((rows, 2), jnp.float16)
+    if role == "keys":
+        parts = [hi, hi, lo, ones, *norms]
+    else:
+        parts = [hi, lo, hi, *norms, ones]
+    return pad_to(jnp.concatenate(parts, axis=1), rows, layout.lane), half
 
 
 def value_operand(v: Array, layout: Layout, rows: int) -> Array:

@@ -1,4 +1,19 @@
-"""Tile sizes of the Hopper kernels: one table of heuristics, and what they need of shared memory."""
+"""Tile sizes of the Hopper kernels: one table of heuristics, and what they need of shared memory.
+
+Measured on one H200 (JAX 0.11.2) by ``python -m experiments.check_hopper --only time``, in ms:
+
+    N = 65536, d = 64    3 warpgroups, 3 parts 5.24; 3 and 1 part 5.48; 2 warpgroups 6.10; 64 keys 6.98
+    N = 16384, d = 64    3 warpgroups, 3 parts 0.359; 2 warpgroups 0.404
+    N = 16384, d = 128   2 warpgroups, 64 keys, 2 stages 0.736; 128 keys, 1 stage 0.90
+                         (halves by integer instructions: 12% less, measured on another version)
+    N = 16384, d = 256   2 warpgroups, 32 keys, 1 stage 3.9: one stage of copies is not hidden
+    N = 65536, d = 4     3 warpgroups, 3 parts 2.82; halves by integer instructions 1.95; 1 part 3.20
+    N = 4096, d = 64     1 warpgroup, 2 parts 0.060 to 0.063; 3 warpgroups, 6 parts 0.059
+    N = 1024, d = 32     1 warpgroup, 8 parts 0.022; 4 parts 0.026
+
+Tried and slower: the second product beside the next block's first (6.2 to 9.9 where 5.2 to 3.8 was had),
+and in the backward the elementwise work beside products of the same warpgroup.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +24,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.hopper_operands import Layout, layout_for
 
-__all__ = ["BackwardTiles", "ForwardTiles", "backward_tiles", "check", "fits", "forward_tiles"]
+__all__ = [
+    "BackwardTiles",
+    "ForwardTiles",
+    "backward_tiles",
+    "check",
+    "common_rows",
+    "fits",
+    "forward_tiles",
+    "round_up",
+]
 
 SHARED_MEMORY = 232448
 """Bytes of shared memory a block may have on Hopper."""
@@ -18,6 +42,7 @@ ALIGNMENT = 1024
 """Every buffer starts at a multiple of this many bytes."""
 
 MULTIPROCESSORS = 132
+MAX_SPLITS = 16
 PACKED_UP_TO = 9
 MAX_D = 256
 MIN_N = 64
@@ -33,17 +58,16 @@ class ForwardTiles:
       block_k: keys of one step.
       warpgroups: compute warpgroups of a block; one more issues the copies.
       stages: steps of keys and values in shared memory at once.
-      overlap: whether the second product of a step runs beside the first of the next.
       splits: parts of the keys, each summed by blocks of its own and added outside.
+      cut_bits: whether K is halved by integer instructions instead of conversions.
     """
 
     block_q: int = 64
     block_k: int = 128
     warpgroups: int = 2
     stages: int = 2
-    overlap: bool = False
     splits: int = 1
-    q_in_registers: bool = False
+    cut_bits: bool = False
 
     def shared_memory(self, layout: Layout) -> int:
         """Bytes of shared memory of one block."""
@@ -71,6 +95,7 @@ class BackwardTiles:
     warpgroups: int = 2
     stages: int = 2
     splits: int = 1
+    cut_bits: bool = True
     half_exponent: bool = True
 
     @property
@@ -95,39 +120,64 @@ def shared_memory(*buffers: int) -> int:
 
 
 def splits_for(blocks: int, steps: int) -> int:
-    """Parts of the keys so that ``blocks`` blocks of ``steps`` steps fill the multiprocessors."""
-    if blocks >= MULTIPROCESSORS:
-        return 1
-    return max(1, min(steps, MULTIPROCESSORS // blocks))
+    """Parts of the keys so that the multiprocessors finish together.
+
+    A block of s steps costs about s + 2 (start, epilogue, the sum over parts); blocks run in waves.
+    Among equals the fewest parts. Measured at 65536 x 4 with 342 blocks: 4 parts 2.92 ms, 1 part 3.20.
+    """
+
+    def cost(parts):
+        return math.ceil(blocks * parts / MULTIPROCESSORS) * (math.ceil(steps / parts) + 2)
+
+    parts = range(1, min(steps, MAX_SPLITS) + 1)
+    enough = 1.02 * min(map(cost, parts))
+    return next(p for p in parts if cost(p) <= enough)
 
 
 def forward_tiles(n: int, m: int, d: int, precision: str, batch: int = 1):
     """(layout, tiles) of the direction for n keys, m queries, d dimensions, batch problems."""
     layout = layout_for(d, precision, PACKED_UP_TO)
-    if layout.columns * 2 > 512:
-        tiles = ForwardTiles(block_k=32 if layout.chunks == 4 else 64, stages=1)
-    elif layout.chunks > 1:
-        tiles = ForwardTiles(block_k=64, stages=2)
+    if layout.chunks > 2:
+        tiles = ForwardTiles(block_k=32 if layout.pieces == 2 else 64, stages=1, cut_bits=True)
+    elif layout.chunks == 2:
+        tiles = ForwardTiles(block_k=64, cut_bits=True)
+    elif batch * math.ceil(m / 64) <= MULTIPROCESSORS:
+        # Few rows: one warpgroup a block spreads them over more multiprocessors.
+        tiles = ForwardTiles(warpgroups=1, block_k=64, cut_bits=layout.packed)
     else:
-        tiles = ForwardTiles()
-    if batch * math.ceil(m / (tiles.block_q * tiles.warpgroups)) < MULTIPROCESSORS // 2:
-        tiles = dataclasses.replace(tiles, warpgroups=1, block_k=min(tiles.block_k, 64))
-    blocks = batch * math.ceil(m / (tiles.block_q * tiles.warpgroups))
-    steps = math.ceil(n / tiles.block_k)
-    return layout, dataclasses.replace(tiles, splits=splits_for(blocks, steps))
+        # Three warpgroups, unless two leave fewer rows of a small problem unused.
+        three = m > 1024 or math.ceil(m / 64) % 3 == 0
+        tiles = ForwardTiles(warpgroups=3 if three else 2, cut_bits=layout.packed)
+    return layout, _split(tiles, n, m, batch)
 
 
 def backward_tiles(n: int, d: int, precision: str, batch: int = 1):
     """(layout, tiles) of the vector-Jacobian product."""
     layout = layout_for(d, precision, 0)
-    tiles = BackwardTiles(stages=1 if layout.lane == 64 else 2)
+    # From 64 columns on, two stages leave no room for a second copy of y.
+    tiles = BackwardTiles(half_exponent=layout.lane < 64)
     if layout.chunks > 1:
-        tiles = BackwardTiles(warpgroups=1, stages=1, half_exponent=layout.pieces == 1)
-    if batch * math.ceil(n / (tiles.block_q * tiles.warpgroups)) < MULTIPROCESSORS // 2:
+        tiles = dataclasses.replace(tiles, warpgroups=1, stages=1)
+    elif batch * math.ceil(n / 128) < MULTIPROCESSORS // 2:
         tiles = dataclasses.replace(tiles, warpgroups=1)
-    blocks = batch * math.ceil(n / (tiles.block_q * tiles.warpgroups))
-    steps = math.ceil(n / tiles.block_k)
-    return layout, dataclasses.replace(tiles, splits=splits_for(blocks, steps))
+    return layout, _split(tiles, n, n, batch)
+
+
+def _split(tiles, n: int, m: int, batch: int):
+    blocks = batch * math.ceil(m / (tiles.block_q * tiles.warpgroups))
+    return dataclasses.replace(tiles, splits=splits_for(blocks, math.ceil(n / tiles.block_k)))
+
+
+def round_up(rows: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is at least ``rows``."""
+    return -(-rows // multiple) * multiple
+
+
+def common_rows(n: int, tiles) -> int | None:
+    """Rows that n particles pad to as queries and as keys at once; None where that costs over 3%."""
+    rows = round_up(n, math.lcm(tiles.warpgroups * tiles.block_q, tiles.splits * tiles.block_k))
+    least = round_up(n, tiles.warpgroups * tiles.block_q)
+    return rows if rows <= 1.03 * least else None
 
 
 def check(kernel: str, n: int, d: int, precision: str, dtype, available) -> tuple[bool, str] | None:
