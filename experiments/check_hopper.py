@@ -151,7 +151,7 @@ def prove_forward(n, m, d, batch, contract):
         e2 = float(np.max(np.abs(out[index][:rows] - ref) / magnitude))
         e2 = max(e2, float(np.max(np.abs(out[index][-1] - last[0]) / last[1])))
         ok = same and e1 <= limit and e2 <= limit_terms and np.isfinite(out).all()
-        return ok, dict(error=e1, error_terms=e2, same_bits=same)
+        return ok, {"error": e1, "error_terms": e2, "same_bits": same}
 
     return run
 
@@ -183,7 +183,7 @@ def prove_backward(n, d, batch, precision, limit):
             ref = exact_rows(z[i], s[i], c[i], g[i], 256)
         errors = [relative(o[i], r) for o, r in zip(out[: len(ref)], ref, strict=True)]
         finite = all(np.isfinite(o).all() for o in out)
-        return same and finite and max(errors) <= limit, dict(errors=errors, same_bits=same)
+        return same and finite and max(errors) <= limit, {"errors": errors, "same_bits": same}
 
     return run
 
@@ -191,6 +191,7 @@ def prove_backward(n, d, batch, precision, limit):
 # ----------------------------------------------------------------------------------------- times
 def timed(step, *arrays):
     """step maps arrays to arrays of the same shapes; returns a runner of milliseconds per call."""
+
     @jax.jit
     def loop(arrays, k):
         return lax.fori_loop(0, k, lambda _, a: step(*a), arrays)
@@ -210,7 +211,7 @@ def timed(step, *arrays):
     return run
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def exact_once(n, d):
     _, z, s, c, _ = problem(n, d)
     return exact_direction(z, z, s, c, 128)
@@ -304,7 +305,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=["prove", "time"])
     parser.add_argument("--match", default="", help="only cases whose name contains this")
-    parser.add_argument("--tiles", default="[]", help="further [n, d, batch, changes] cases as JSON, or @file")
+    parser.add_argument(
+        "--tiles", default="[]", help="further [n, d, batch, changes] cases as JSON, or @file"
+    )
     options = parser.parse_args()
     text = options.tiles
     if text.startswith("@"):
@@ -329,23 +332,26 @@ def main():
     start = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         built = list(pool.map(build, cases))
-    print(f"seed {SEED}, {jax.devices()[0].device_kind}, JAX {jax.__version__}, "
-          f"{len(built)} cases built in {time.perf_counter() - start:.1f} s", flush=True)
+    print(
+        f"seed {SEED}, {jax.devices()[0].device_kind}, JAX {jax.__version__}, "
+        f"{len(built)} cases built in {time.perf_counter() - start:.1f} s",
+        flush=True,
+    )
     rows, failed = [], 0
     for name, run, seconds in built:
-        row = dict(case=name, build_s=round(seconds, 2))
+        row = {"case": name, "build_s": round(seconds, 2)}
         try:
             if isinstance(run, str):
                 raise RuntimeError(run[-1500:])
             result = run()
             if isinstance(result, float):
-                row |= dict(ms=result)
+                row |= {"ms": result}
             elif isinstance(result[1], dict):
                 row |= dict(ok=bool(result[0]), **result[1])
             else:
-                row |= dict(ms=result[0], error=result[1])
+                row |= {"ms": result[0], "error": result[1]}
         except Exception as error:
-            row |= dict(ok=False, failure=str(error)[-1500:])
+            row |= {"ok": False, "failure": str(error)[-1500:]}
         failed += row.get("ok") is False
         rows.append(row)
         shown = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in row.items()}
@@ -353,7 +359,7 @@ def main():
         print(f"{name:60s} {shown}", flush=True)
     if "OUT" in os.environ:
         with open(os.path.join(os.environ["OUT"], "check_hopper.json"), "w") as file:
-            json.dump(dict(seed=SEED, jax=jax.__version__, rows=rows), file, indent=1)
+            json.dump({"seed": SEED, "jax": jax.__version__, "rows": rows}, file, indent=1)
     print(f"{failed} failed")
     sys.exit(failed > 0)
 

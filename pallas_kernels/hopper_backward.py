@@ -80,7 +80,7 @@ def backward(
     return _cotangents(precision, tiles)(z, s, c, g)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cotangents(precision: str, plan):
     return over_stacks(functools.partial(_batched, precision=precision, plan=plan))
 
@@ -108,9 +108,7 @@ def _batched(z, s, c, g, *, precision, plan):
         packed.insert(0, jax.vmap(lambda x: pack(operands.pad_to(x, rows)))(y))
     else:
         packed.insert(0, packed[0])
-    half = jnp.pad(
-        0.5 * jnp.sum(y * y, -1), [(0, 0), (0, rows - n)], constant_values=FAR
-    )
+    half = jnp.pad(0.5 * jnp.sum(y * y, -1), [(0, 0), (0, rows - n)], constant_values=FAR)
     own = jnp.pad(jnp.sum(gn * drift, -1), [(0, 0), (0, rows - n)])
     flat = [x.reshape(-1, *x.shape[2:]) for x in (*packed, half, own)]
     sums = launch(*flat, layout=layout, tiles=tiles, batch=b, steps=steps)

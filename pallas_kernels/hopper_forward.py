@@ -89,7 +89,7 @@ def forward(
     return phi if base is None else base + scale * phi
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _direction(precision: str, plan, square: bool):
     def batched(*arrays):
         zq, zk, s, c = (arrays[0], *arrays) if square else arrays
@@ -208,9 +208,9 @@ def launch(q, k, aq, ak, v, *, layout: Layout, tiles: ForwardTiles, batch: int, 
                 ai = plgpu.load(aq_s.at[wg], layout=row_layout)
             plgpu.barrier_wait(q_bar.at[wg])
             total = tuple(zeros((bq, vlane), plgpu.Layout.WGMMA) for _ in range(chunks))
-            carry = dict(total=total)
+            carry = {"total": total}
             if norms:
-                carry |= dict(ai=ai, weight=zeros((bq,), row_layout))
+                carry |= {"ai": ai, "weight": zeros((bq,), row_layout)}
             carry = pipeline(carry)
             for chunk in range(chunks):
                 o_ref.at[part, pl.ds(base, bq), pl.ds(chunk * vlane, vlane)][...] = carry["total"][
@@ -296,7 +296,7 @@ def launch(q, k, aq, ak, v, *, layout: Layout, tiles: ForwardTiles, batch: int, 
             in_specs=[specs[name] for name in order],
         )
         part_rows = pl.ds(problem * rows_k + part * (steps * bk), steps * bk)
-        parts = dict(k=k_ref.at[part_rows], v=v_ref.at[part_rows], a=ak_ref.at[part_rows])
+        parts = {"k": k_ref.at[part_rows], "v": v_ref.at[part_rows], "a": ak_ref.at[part_rows]}
         pipeline(*[parts[name[0]] for name in order])
 
     return plgpu.kernel(

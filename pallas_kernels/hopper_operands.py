@@ -158,10 +158,7 @@ def exponent_operand(y: Array, layout: Layout, rows: int, role: str) -> tuple[Ar
     hi, lo = split_pair(y, jnp.float16)
     norms = split_pair(-half[:, None], jnp.float16)
     ones = jnp.ones((rows, 2), jnp.float16)
-    if role == "keys":
-        parts = [hi, hi, lo, ones, *norms]
-    else:
-        parts = [hi, lo, hi, *norms, ones]
+    parts = [hi, hi, lo, ones, *norms] if role == "keys" else [hi, lo, hi, *norms, ones]
     return pad_to(jnp.concatenate(parts, axis=1), rows, layout.lane), half
 
 

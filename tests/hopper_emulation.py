@@ -169,7 +169,9 @@ def emulate(monkeypatch, *modules):
         wgmma=wgmma,
     )
     pl = SimpleNamespace(ds=lambda k, size: slice(int(k), int(k) + size), run_scoped=run_scoped)
-    placed_lax = SimpleNamespace(axis_index=place.__getitem__, broadcast_in_dim=lax.broadcast_in_dim)
+    placed_lax = SimpleNamespace(
+        axis_index=place.__getitem__, broadcast_in_dim=lax.broadcast_in_dim
+    )
     for module in modules:
         monkeypatch.setattr(module, "pallas_modules", lambda: (pl, plgpu))
         monkeypatch.setattr(module, "lax", placed_lax)

@@ -46,14 +46,14 @@ def relative(out, ref):
     "n, m, d, changes",
     [
         (150, 150, 4, {}),
-        (150, 70, 4, dict(warpgroups=3, splits=2)),
-        (150, 150, 9, dict(cut_bits=False)),
+        (150, 70, 4, {"warpgroups": 3, "splits": 2}),
+        (150, 150, 9, {"cut_bits": False}),
         (100, 100, 13, {}),
-        (200, 130, 40, dict(warpgroups=2, block_k=128, splits=2, cut_bits=True)),
+        (200, 130, 40, {"warpgroups": 2, "block_k": 128, "splits": 2, "cut_bits": True}),
         (200, 200, 64, {}),
         (150, 150, 128, {}),
-        (100, 70, 130, dict(splits=1)),
-        (70, 70, 256, dict(splits=1)),
+        (100, 70, 130, {"splits": 1}),
+        (70, 70, 256, {"splits": 1}),
     ],
 )
 @pytest.mark.parametrize("precision, limit", [("high", 2e-5), ("default", 1e-2)])
@@ -88,11 +88,11 @@ def test_forward_body_of_a_stack(monkeypatch):
     "n, d, changes",
     [
         (150, 4, {}),
-        (150, 4, dict(half_exponent=False, splits=1)),
-        (130, 20, dict(warpgroups=2, cut_bits=False)),
+        (150, 4, {"half_exponent": False, "splits": 1}),
+        (130, 20, {"warpgroups": 2, "cut_bits": False}),
         (150, 64, {}),
         (100, 100, {}),
-        (70, 128, dict(splits=1)),
+        (70, 128, {"splits": 1}),
     ],
 )
 @pytest.mark.parametrize("precision, limit", [("high", 3e-5), ("default", 2e-2)])

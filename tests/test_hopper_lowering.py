@@ -48,7 +48,8 @@ def wgmma_dtypes(f, *all_shapes):
             if eqn.primitive.name == "wgmma_ref":
                 found.append(tuple(v.aval.dtype.name for v in eqn.invars[1:3]))
             for inner in jax.tree.leaves(
-                list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+                list(eqn.params.values()),
+                is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
             ):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
@@ -108,7 +109,10 @@ def test_precision_decides_the_products():
     high = wgmma_dtypes(hopper_forward.forward, *forward_shapes(n, n, d))
     assert sorted(high) == [("bfloat16",) * 2] * 3 + [("float16",) * 2] * 3
     f = functools.partial(hopper_forward.forward, precision="default")
-    assert sorted(wgmma_dtypes(f, *forward_shapes(n, n, d))) == [("bfloat16",) * 2, ("float16",) * 2]
+    assert sorted(wgmma_dtypes(f, *forward_shapes(n, n, d))) == [
+        ("bfloat16",) * 2,
+        ("float16",) * 2,
+    ]
     packed = wgmma_dtypes(hopper_forward.forward, *forward_shapes(n, n, 4))
     assert sorted(packed) == [("bfloat16",) * 2] * 2 + [("float16",) * 2]
     back = wgmma_dtypes(hopper_backward.backward, *backward_shapes(n, d))
@@ -129,21 +133,28 @@ def test_chosen_tiles_fit_and_cover(n, m, d, precision):
 @pytest.mark.parametrize(
     "change, word",
     [
-        (dict(kernel="imq"), "kernel"),
-        (dict(precision="highest"), "precision"),
-        (dict(dtype=jnp.float64), "dtype"),
-        (dict(d=257), "d must be"),
-        (dict(n=5), "particles"),
+        ({"kernel": "imq"}, "kernel"),
+        ({"precision": "highest"}, "precision"),
+        ({"dtype": jnp.float64}, "dtype"),
+        ({"d": 257}, "d must be"),
+        ({"n": 5}, "particles"),
     ],
 )
 @needs_mosaic
 def test_supports_says_why_not(change, word):
-    arguments = dict(kernel="rbf", n=1000, m=1000, d=64, precision="high", dtype=jnp.float32)
+    arguments = {
+        "kernel": "rbf",
+        "n": 1000,
+        "m": 1000,
+        "d": 64,
+        "precision": "high",
+        "dtype": jnp.float32,
+    }
     ok, reason = hopper_forward.supports(**(arguments | change))
     assert not ok
     assert word in reason
     change = {"n": 1000} | change
-    ok, reason = hopper_backward.supports(**(arguments | change | dict(m=change["n"])))
+    ok, reason = hopper_backward.supports(**(arguments | change | {"m": change["n"]}))
     assert not ok
     assert word in reason
 
@@ -197,7 +208,7 @@ def test_cut_bits_halve_as_conversions_do():
 def test_operands_make_the_direction(n, d):
     """The kernel's arithmetic done in float64 on its own operands is the direction, padding included."""
     z, s = random(1, n, d), random(2, n, d)
-    layout, tiles = hopper_tiles.forward_tiles(n, n, d, "high")
+    layout, _tiles = hopper_tiles.forward_tiles(n, n, d, "high")
     rows = 256
     y = jnp.asarray(z * hopper_operands.LOG2E_ROOT)
     (q, aq), (k, ak) = (
