@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jsvgd.groups import scale_by_svgd_per_group
 from jsvgd.transform import ScaleBySVGDState, scale_by_svgd
 from jsvgd.trees import check_particles
 
@@ -45,16 +46,18 @@ class SVGDInfo(NamedTuple):
     """What happened in a step.
 
     Attributes:
-      bandwidth: h, a squared length; scalar or (d,).
+      bandwidth: h, a squared length; scalar or (d,); with ``groups`` one a group, by its label.
       direction_norm: root mean square over the particles of |phi_i|.
       score_norm: root mean square over the particles of |s_i|.
       num_nonfinite: particles with a NaN or an infinity after the step, int32.
+      log_density: mean over the particles of log p(x_i) before the step.
     """
 
-    bandwidth: jax.Array
+    bandwidth: Any
     direction_norm: jax.Array
     score_norm: jax.Array
     num_nonfinite: jax.Array
+    log_density: jax.Array
 
 
 def svgd(
@@ -70,6 +73,8 @@ def svgd(
     precision: str = "high",
     implementation: str | None = None,
     score_batch_size: int | None = None,
+    groups=None,
+    per_particle_keys: bool = False,
 ) -> SamplingAlgorithm:
     """Stein variational gradient descent (Liu and Wang, 2016, algorithm 1).
 
@@ -81,6 +86,11 @@ def svgd(
         implementation: as in ``scale_by_svgd``.
       score_batch_size: scores are computed for so many particles at a time, where all N models do
         not fit in memory at once; None for all together.
+      groups: one kernel a group of leaves instead of one over all of them: "layer", "leaf" or a
+        function; see ``scale_by_svgd_per_group``.
+      per_particle_keys: True for a log density that draws random numbers: it is called as
+        ``logdensity_fn(position, *args, rng_key=key)``, with a key of its own for every particle and
+        step.
 
     Returns:
       ``SamplingAlgorithm(init, step)``. It runs in a ``jax.lax.scan``, under ``jax.vmap`` over chains,
@@ -108,7 +118,8 @@ def svgd(
         )
     if score_batch_size is not None and score_batch_size < 1:
         raise ValueError(f"score_batch_size must be at least 1, got {score_batch_size}")
-    transform = scale_by_svgd(
+    per_group = {} if groups is None else {"groups": groups}
+    transform = (scale_by_svgd if groups is None else scale_by_svgd_per_group)(
         kernel=kernel,
         bandwidth=bandwidth,
         preconditioner=preconditioner,
@@ -117,13 +128,22 @@ def svgd(
         repulsion=repulsion,
         precision=precision,
         implementation=implementation,
+        **per_group,
     )
 
-    def scores_of(particles, args):
-        score = jax.grad(lambda position: logdensity_fn(position, *args))
+    def log_densities_and_scores(rng_key, particles, args):
+        def one(position, **rng):
+            return jax.value_and_grad(lambda x: logdensity_fn(x, *args, **rng))(position)
+
+        if not per_particle_keys:
+            function, arguments = one, particles
+        else:
+            count = jax.tree.leaves(particles)[0].shape[0]
+            function = lambda pair: one(pair[0], rng_key=pair[1])
+            arguments = (particles, jax.random.split(rng_key, count))
         if score_batch_size is None:
-            return jax.vmap(score)(particles)
-        return jax.lax.map(score, particles, batch_size=score_batch_size)
+            return jax.vmap(function)(arguments)
+        return jax.lax.map(function, arguments, batch_size=score_batch_size)
 
     def init(particles, rng_key=None):
         del rng_key
@@ -132,8 +152,7 @@ def svgd(
         return SVGDState(particles, optimizer.init(particles), transform.init(particles))
 
     def step(rng_key, state, *args):
-        del rng_key
-        scores = scores_of(state.particles, args)
+        log_densities, scores = log_densities_and_scores(rng_key, state.particles, args)
         descent = jax.tree.map(jnp.negative, scores)
         minus_phi, transform_state = transform.update(
             descent, state.transform_state, state.particles
@@ -147,6 +166,7 @@ def svgd(
             direction_norm=_root_mean_square_norm(minus_phi),
             score_norm=_root_mean_square_norm(scores),
             num_nonfinite=_count_nonfinite(particles),
+            log_density=jnp.mean(log_densities),
         )
         return SVGDState(particles, optimizer_state, transform_state), info
 
