@@ -121,19 +121,11 @@ def _direct_operands(zq, zk, s, c, kernel, precision, bm, rows, columns):
     d = zq.shape[1]
     k, score = pairs.components(zk, columns, pairs.FAR), pairs.components(s, columns)
     arrays = [pairs.components(zq, rows), k, score, c]
-    specs = [
-        pl.BlockSpec((d, bm), lambda i, split: (0, i)),
-        pl.BlockSpec(),
-        pl.BlockSpec(),
-        pl.BlockSpec(),
-    ]
+    specs = [pl.BlockSpec((d, bm), lambda i, split: (0, i))] + [pl.BlockSpec()] * 3
     if kernel == "rbf" and d <= tiles.NEAR_LIMIT:
         # sums over components written out: XLA then makes all of these in one elementwise kernel
         norm = pairs.distance_scale(kernel) * sum(k[x] * k[x] for x in range(d))
-        padding = (
-            jnp.arange(columns) >= zk.shape[0]
-        )  # whose values must be 0 beside a coordinate of FAR
-        arrays += [jnp.where(padding, 0.0, score - c[:, None] * k), norm]
+        arrays += [score - c[:, None] * k, norm]  # FAR beside a weight of 0 adds 0
         specs += [pl.BlockSpec(), pl.BlockSpec()]
     return arrays, specs, d
 

@@ -3,7 +3,21 @@
 Two families. "direct": no matrix products at all, differences (or, near the centre, expanded squares) by
 fused multiply-adds, for small d. "dot": both contractions on the matrix units, for any other d.
 
-Measured on one H200 (JAX 0.11.2) by ``python -m experiments.check_triton``.
+Measured by ``python -m experiments.check_triton --tune`` on one H200 with JAX 0.11.2, milliseconds, "high":
+
+    forward rbf   65536 x 4    direct 8 rows a thread, 4 warps 2.34; 8 warps 2.44; 16 rows 2.38; dot 3.46
+                  65536 x 2    direct, unroll 8 1.51; unroll 4 1.55; 16 rows 1.58
+                  65536 x 64   dot 64 x 64, 3 stages 7.16
+                  16384 x 64   dot 64 x 64, 3 stages 0.46; 2 stages 0.48; 4 stages 0.63; 128 x 64 0.51-0.58;
+                               128 x 128 0.52; 64 x 128 0.64; 64 x 32 0.58
+                  4096 x 64    64 x 64, 3 stages, 4 splits 0.052; 2 stages 0.057; 2 splits 0.072
+                  1024 x 32    64 x 64, 8 splits 0.024; 4 splits 0.023; 1 split 0.039; 32 x 64 0.026
+                  64 chains 256 x 32   64 x 64, 3 stages 0.030; other tiles 0.030 to 0.034
+    backward rbf  65536 x 4    direct 4 rows a thread, 4 warps 8.5; 2 rows 8.8; 8 warps 10.5; dot 9.8 to 11.9
+                  16384 x 64   64 x 32, 2 stages 1.33; 1 stage 1.52; 3 stages 1.89; 64 x 64 1.8; 128 x 32 1.7
+
+Choices for imq, for d above 64 and for "highest" and "default" were proved right there and are taken from the
+compiler's register and shared-memory report, not from timings; d above 128 has only been compiled.
 """
 
 import dataclasses
@@ -18,8 +32,9 @@ DIRECT_FORWARD = {"rbf": 8, "imq": 8}  # largest d for which direct is chosen by
 DIRECT_BACKWARD = {"rbf": 4, "imq": 4}
 DIRECT_LIMIT = 16  # largest d that the direct family accepts
 NEAR_LIMIT = 8  # largest d for which the direct forward kernel also holds the expanded squares
-LANE_TERMS = 512  # terms that one lane may sum in float32 before the parts are added in pairs: 65536 x 4 errs
-# 6e-5 with 2048 and 3e-5 with 1024
+# Terms a lane sums in float32 before the splits are added: 65536 x 4 errs 6e-5 with 2048, 1e-5 with 512
+LANE_TERMS = 512
+MAX_SPLITS = 32  # each split holds an (M, d) output until they are added
 SHARED_BYTES = 232448  # shared memory of a block on Hopper
 
 
@@ -82,14 +97,14 @@ def _splits(rows, bm, columns, step, programs):
     turns = -(-columns // step)
     if columns <= 512:  # short loops: a second launch to add the parts costs more than it saves
         return 1
-    return max(1, min(programs // row_tiles, turns // 2, 32))
+    return max(1, min(programs // row_tiles, turns // 2, MAX_SPLITS))
 
 
 def _direct(rows, bm_rows, warps, columns, unroll):
     """A direct launch: enough splits to fill the device and to keep each lane's sum short."""
     bm = bm_rows * warps
     splits = _splits(rows, bm, columns, LANES * unroll, 8 * MULTIPROCESSORS)
-    splits = max(splits, -(-columns // (LANES * LANE_TERMS)))
+    splits = min(max(splits, -(-columns // (LANES * LANE_TERMS))), MAX_SPLITS)
     return Tiles("direct", bm, LANES, warps, 1, splits, unroll)
 
 
@@ -110,9 +125,8 @@ def forward_tiles(kernel, n, m, d, precision, family=None):
     if family is None:
         family = "direct" if d <= DIRECT_FORWARD[kernel] else "dot"
     if family == "direct":
-        rows = (
-            8 if d <= 4 else 4 if d <= 8 else 2
-        )  # a thread: its registers hold rows * (2 d + 1) values
+        # rows a thread: its registers hold rows * (2 d + 1) values
+        rows = 8 if d <= 4 else 4 if d <= 8 else 2
         warps = 4
         while warps > 2 and m <= 16 * rows * warps:
             warps //= 2
@@ -121,9 +135,7 @@ def forward_tiles(kernel, n, m, d, precision, family=None):
     if precision == "highest":  # multiply-adds: a thread holds whole operand rows
         bm, bn, warps = (32, 32, 4) if dp <= 64 else (16, 16, 4)
         return Tiles("dot", bm, bn, warps, 1, _splits(m, bm, n, bn, 4 * MULTIPROCESSORS))
-    bm, bn, warps, stages = (
-        (64, 64, 4, 3) if dp <= 64 else (64, 64, 4, 2) if dp == 128 else (64, 32, 4, 1)
-    )
+    bm, bn, warps, stages = {128: (64, 64, 4, 2), 256: (64, 32, 8, 2)}.get(dp, (64, 64, 4, 3))
     splits = _splits(m, bm, n, bn, 2 * MULTIPROCESSORS)
     half_words = (2 if precision == "high" else 1) * dp * 2
     operands = 2 if kernel == "rbf" else 3
