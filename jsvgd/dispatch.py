@@ -135,12 +135,18 @@ LARGE_DIMENSION, FEW_PARTICLES = 256, 4096
 
 
 def forward(implementation, arrays, *, kernel, precision, base=None, scale=None) -> jax.Array:
-    """phi of standardised arrays (queries, particles, scores, drift), or base + scale * phi."""
+    """phi of standardised arrays (queries or None, particles, scores, drift), or base + scale * phi."""
     if implementation == "xla":
         phi = streamed.forward(*arrays, kernel=kernel, precision=matmul_precision(precision))
         return phi if base is None else base + scale * phi
+    queries, particles, scores, drift = arrays
     return _kernel_module(implementation).forward(
-        *arrays,
+        particles
+        if queries is None
+        else queries,  # the same object: the kernels share its operands
+        particles,
+        scores,
+        drift,
         kernel=_kernel_name(kernel),
         precision=precision,
         base=base,

@@ -45,7 +45,7 @@ def compute_dtype(*arrays):
 class _Raw(NamedTuple):
     """The inputs in the dtype of the computation, scale = h^-1/2 and drift = repulsion h^-1/2, (d,)."""
 
-    queries: jax.Array
+    queries: jax.Array | None  # None: the particles
     particles: jax.Array
     scores: jax.Array
     scale: jax.Array
@@ -55,7 +55,7 @@ class _Raw(NamedTuple):
 class _Standardised(NamedTuple):
     """z = (x - centre) scale for queries and particles, raw scores, drift."""
 
-    queries: jax.Array
+    queries: jax.Array | None  # None: the particles
     particles: jax.Array
     scores: jax.Array
     drift: jax.Array
@@ -64,7 +64,7 @@ class _Standardised(NamedTuple):
 def _raw(particles, scores, bandwidth, queries, repulsion) -> _Raw:
     dtype = compute_dtype(particles, scores)
     x, s, h = (a.astype(dtype) for a in (particles, scores, bandwidth))
-    y = x if queries is None else queries.astype(dtype)
+    y = None if queries is None else queries.astype(dtype)
     scale = jnp.broadcast_to(lax.rsqrt(h), (x.shape[1],))
     return _Raw(y, x, s, scale, repulsion * scale)
 
@@ -74,7 +74,7 @@ def _standardise(raw: _Raw) -> _Standardised:
     # Any centre gives the same phi, so it carries no derivative.
     centre = lax.stop_gradient(jnp.mean(raw.particles, axis=0))
     z = (raw.particles - centre) * raw.scale
-    y = z if raw.queries is raw.particles else (raw.queries - centre) * raw.scale
+    y = None if raw.queries is None else (raw.queries - centre) * raw.scale
     return _Standardised(y, z, raw.scores, raw.drift)
 
 
@@ -92,8 +92,9 @@ def _any_is_far(axis_size, in_batched, half_squared_norm):
 
 
 def _far(a: _Standardised):
-    norms = [0.5 * jnp.max(jnp.sum(z * z, axis=1)) for z in (a.queries, a.particles)]
-    return _is_far(lax.stop_gradient(jnp.maximum(*norms)))
+    sets = [z for z in (a.queries, a.particles) if z is not None]
+    norms = [0.5 * jnp.max(jnp.sum(z * z, axis=1)) for z in sets]
+    return _is_far(lax.stop_gradient(functools.reduce(jnp.maximum, norms)))
 
 
 # --- the operation ---------------------------------------------------------------------------------

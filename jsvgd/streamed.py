@@ -178,7 +178,7 @@ def map_row_blocks(function: Callable, rows: tuple[jax.Array, ...], elements_a_r
 
 
 def forward(
-    queries: jax.Array,
+    queries: jax.Array | None,
     particles: jax.Array,
     scores: jax.Array,
     drift: jax.Array,
@@ -188,6 +188,8 @@ def forward(
     pairs: PairArithmetic = PRODUCTS,
 ) -> jax.Array:
     """phi at standardised queries (M, d), from standardised particles and raw scores (N, d).
+
+    Queries default to the particles.
 
     Args:
       drift: c = repulsion / sqrt(h), (d,).
@@ -199,6 +201,7 @@ def forward(
       (M, d).
     """
     n, d = particles.shape
+    queries = particles if queries is None else queries
 
     def block(q):
         u = pairs.half_squared_distances(q, particles, precision)
