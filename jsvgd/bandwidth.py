@@ -107,9 +107,7 @@ RULES: dict[str, BandwidthRule] = {
     # blackjax.vi.svgd.median_heuristic.
     "blackjax": BandwidthRule(squared=False, diagonal=False, interpolation="linear", log="n"),
     # msvgd: quantile 0.5 of the distances, each at least 1e-6.
-    "msvgd": BandwidthRule(
-        diagonal=False, interpolation="linear", log="n", distance_floor=1e-6
-    ),
+    "msvgd": BandwidthRule(diagonal=False, interpolation="linear", log="n", distance_floor=1e-6),
     # pyro.infer.svgd.RBFSteinKernel.
     "pyro": BandwidthRule(diagonal=False, log="n+1", per_dimension=True),
     # The code of matrix-valued SVGD (Wang et al., 2019).
@@ -178,9 +176,7 @@ def median_bandwidth(
     rule = get_rule(rule)
     particles = check_matrix("particles", particles)
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}"
-        )
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     if particles.dtype.itemsize < 4:
         particles = particles.astype(jnp.float32)
     if stop_gradient:
@@ -203,10 +199,11 @@ def _bandwidth(x: jax.Array, rule: BandwidthRule, implementation: str | None) ->
     else:
         elements, fraction = _exact_elements(x, rule, implementation)
     elements = _at_least(elements, rule.distance_floor)
-    if rule.squared:
-        middle = _between(elements, fraction)
-    else:
-        middle = _between(_distance(elements), fraction) ** 2
+    if not rule.squared:
+        elements = _distance(elements)
+    middle = _between(elements, fraction)
+    if not rule.squared:
+        middle = middle**2
     log = 1.0
     if rule.log is not None:
         log = max(math.log(n + (rule.log == "n+1")), rule.log_floor)
@@ -273,6 +270,8 @@ def _sampled_elements(x, rule) -> tuple[jax.Array, float]:
     else:
         j = (i + generator.integers(1, n, rule.sample)) % n
     distances = jnp.sort(jnp.sum((x[i] - x[j]) ** 2, axis=1))
+    finite = jnp.all(jnp.isfinite(jax.lax.stop_gradient(x)))
+    distances = jnp.where(finite, distances, jnp.nan)
     places, fraction = _places(rule.sample, rule)
     return distances[np.array(places)], fraction
 

@@ -26,11 +26,9 @@ from jsvgd.rank_search import Count, Tally, search
 
 __all__ = ["order_statistics"]
 
-STORED_ELEMENTS = 2**24  # up to 64 MB of distances are kept between passes: N of about 5700
 SAMPLE = 2048
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def order_statistics(particles: jax.Array, ranks: tuple[int, ...]) -> jax.Array:
     """The squared distances |x_i - x_j|^2, i < j, of the given ranks.
 
@@ -42,40 +40,51 @@ def order_statistics(particles: jax.Array, ranks: tuple[int, ...]) -> jax.Array:
       (R,) squared distances in the dtype of the particles; NaN where a coordinate is not finite.
       Differentiable, forward and reverse, any order. Ties count as their mean.
     """
-    return _select(particles, ranks)[0]
+    fixed = lax.stop_gradient(particles)
+    values, keys, blocks = _select(fixed, ranks)
+    return _with_derivative(values, prepare(fixed), keys, blocks, particles)
 
 
-@order_statistics.defjvp
-def _order_statistics_jvp(ranks, primals, tangents):
-    (particles,), (tangent,) = primals, tangents
-    values, keys, direct = _select(lax.stop_gradient(particles), ranks)
-    gradients = _tied_gradients(lax.stop_gradient(particles), keys, direct, particles)
-    # The values carry no derivative of their own: a second derivative comes by the gradients.
-    return values, jnp.sum(gradients * tangent, axis=(1, 2))
+@jax.custom_jvp
+def _with_derivative(values, pairs: BlockKeys, keys, blocks, particles) -> jax.Array:
+    """The values, as a differentiable function of the particles."""
+    return values
 
 
-def _select(particles, ranks) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Values (R,), their keys (R,), and whether distances had to be summed by differences."""
+@_with_derivative.defjvp
+def _with_derivative_jvp(primals, tangents):
+    *_, pairs, keys, blocks, particles = primals
+    # Which pairs tie is locally constant, so for another derivative the gradients are a function
+    # of the particles, as are the values.
+    gradients = _tied_gradients(pairs, keys, blocks, particles)
+    return _with_derivative(*primals), jnp.sum(gradients * tangents[-1], axis=(1, 2))
+
+
+@functools.partial(jax.jit, static_argnums=1)  # so that a call outside of jit gives the same bits
+def _select(particles, ranks) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Values (R,), their keys (R,), and the blocks they come from where those are stored."""
     n = particles.shape[0]
     pairs = prepare(particles)
+    steps = pairs.layout.steps
     sample = _sample_keys(pairs)
 
     def attempt(state):
-        direct, _, _ = state
-        block = pairs.replace(direct=direct).keys
-        if pairs.layout.elements <= STORED_ELEMENTS:
-            block = lax.map(block, jnp.arange(pairs.layout.steps)).__getitem__
-        one_pass = functools.partial(tally_pairs, block, pairs.layout.steps)
+        direct, _, _, _ = state
+        blocks = pairs.blocks(direct)
+        block = pairs.keys if blocks is None else blocks.__getitem__
+        one_pass = functools.partial(tally_pairs, block, steps)
         keys = search(one_pass, ranks, n * (n - 1) // 2, sample)
         again = ~direct & pairs.too_coarse(from_key(keys[0]))
-        return direct | again, again, keys
+        return direct | again, again, keys, blocks
 
     # At most two rounds: the second, by differences, only where the expansion of |x - y|^2
     # has lost too many digits at the distance that was asked for.
-    start = (pairs.direct, jnp.ones((), bool), jnp.zeros(len(ranks), sample.dtype))
-    direct, _, keys = lax.while_loop(lambda state: state[1], attempt, start)
+    shapes = jax.eval_shape(attempt, (pairs.direct, None, None, None))
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    start = (pairs.direct, jnp.ones((), bool), *zeros[2:])
+    _, _, keys, blocks = lax.while_loop(lambda state: state[1], attempt, start)
     values = from_key(keys) * pairs.power * pairs.power
-    return jnp.where(pairs.finite, values, jnp.nan), keys, direct
+    return jnp.where(pairs.finite, values, jnp.nan), keys, blocks
 
 
 def _sample_keys(pairs: BlockKeys) -> jax.Array:
@@ -89,43 +98,41 @@ def _sample_keys(pairs: BlockKeys) -> jax.Array:
     return jnp.sort(to_key(jnp.sum((x[:, i] - x[:, j]) ** 2, axis=0)))
 
 
-def _tied_gradients(particles, keys, direct, v) -> jax.Array:
+def _tied_gradients(pairs: BlockKeys, keys, blocks, v) -> jax.Array:
     """For each key, the mean over the pairs with that key of 2 (e_i - e_j) (v_i - v_j): (R, N, d).
 
     At v = particles it is the gradient of the key's squared distance. Linear in v, and
     differentiable in v alone: which pairs tie is locally constant.
     """
-    pairs = prepare(particles).replace(direct=direct)
     layout = pairs.layout
     wrapped = layout.wrap(v - lax.stop_gradient(jnp.mean(v, axis=0)))
 
     @jax.checkpoint  # else reverse mode would keep the mask of every pair
     def block(step, wrapped):
         row, column = layout.starts(step)
-        tied = pairs.keys(step) == keys[:, None, None]  # (R, rows, columns)
+        found = pairs.keys(step) if blocks is None else blocks[step]
+        tied = [found == key for key in keys]
+        degrees = _row_counts(tied)  # (R, rows)
         d = wrapped.shape[1]
         rows = lax.dynamic_slice(wrapped, (row, 0), (layout.rows, d))
         columns = lax.dynamic_slice(wrapped, (column, 0), (layout.columns, d))
 
         def differences(rows, columns):
-            a = tied.astype(rows.dtype)
+            a = jnp.stack(tied).astype(rows.dtype)
             dot = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
             to_rows = a.sum(2)[:, :, None] * rows - dot("rij,jd->rid", a, columns)
             to_columns = a.sum(1)[:, :, None] * columns - dot("rij,id->rjd", a, rows)
             return to_rows, to_columns
 
+        def nothing(rows, columns):
+            return (
+                jnp.zeros((len(tied), *rows.shape), rows.dtype),
+                jnp.zeros((len(tied), *columns.shape), columns.dtype),
+            )
+
         # Nearly every block has no tied pair at all.
-        to_rows, to_columns = lax.cond(
-            jnp.any(tied),
-            differences,
-            lambda rows, columns: (
-                jnp.zeros((len(keys), *rows.shape), rows.dtype),
-                jnp.zeros((len(keys), *columns.shape), columns.dtype),
-            ),
-            rows,
-            columns,
-        )
-        return to_rows, to_columns, jnp.sum(tied, axis=(1, 2), dtype=jnp.int32)
+        parts = lax.cond(jnp.any(degrees > 0), differences, nothing, rows, columns)
+        return *parts, jnp.sum(degrees, axis=1)
 
     def add(carry, step):
         total, ties = carry
@@ -144,6 +151,15 @@ def _tied_gradients(particles, keys, direct, v) -> jax.Array:
     # No tie at all would mean that a block came out differently here: NaN, not a silent zero.
     scale = jnp.where(ties > 0, 2 / jnp.maximum(ties, 1), jnp.nan)
     return total[:, : layout.particles] * scale[:, None, None]
+
+
+def _row_counts(conditions: list[jax.Array]) -> jax.Array:
+    """How many hold in each row of each (rows, columns) block: (R, rows), in one read."""
+    zeros = [jnp.int32(0)] * len(conditions)
+    ones = [condition.astype(jnp.int32) for condition in conditions]
+    return jnp.stack(
+        lax.reduce(ones, zeros, lambda x, y: [a + b for a, b in zip(x, y, strict=True)], (1,))
+    )
 
 
 def tally_block(keys: jax.Array, thresholds, low, high) -> tuple[jax.Array, ...]:

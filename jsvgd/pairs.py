@@ -5,28 +5,32 @@ rows; block i meets the blocks i, i+1, ..., i+(blocks-1)/2, wrapping around, so 
 has the same work and no pair of blocks comes twice. Only inside a diagonal block is a pair met
 from both sides, and there one of them is masked.
 
-    distance^2 = sum_c (x_c - y_c)^2              up to DIRECT_DIMENSIONS dimensions
-               = |x|^2 + |y|^2 - 2 x.y            above, centred, products in full precision
+    distance^2 = sum_c (x_c - y_c)^2              where that is cheap, or blocks are recomputed
+               = |x|^2 + |y|^2 - 2 x.y            in many dimensions, blocks kept
 
-The second form loses digits when the distance is small beside |x|; `BlockKeys.direct` switches
-to the first form in any dimension.
+The second form is a matrix product. It loses digits when the distance is small beside |x|, and
+then `BlockKeys.direct` returns to the first form. Nor does it come out the same to the bit
+wherever it is compiled, so it serves only where the blocks of all pairs fit in a constant
+workspace and are computed once.
 
-A distance must come out the same to the bit wherever a block is computed again. The compiler is
-free to contract a*b + c into one rounding in one place and not in another, so nothing here
-leaves it the choice: 2 x.y is exact whichever way it is subtracted, and each square of the
-first form passes through an integer operation that the compiler cannot remove.
+The first form does come out the same, by care: a compiler is free to contract a*b + c into one
+rounding here and two there, so each square passes through an integer operation that no compiler
+can remove.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-DIRECT_DIMENSIONS = 8  # dimensions summed by differences; also the chunk of the direct loop
+CHUNK = 8  # dimensions summed by differences in one sweep of a block
+DIRECT_WORK = 2**20  # pairs times dimensions below which the matrix product gains nothing
+STORED_ELEMENTS = 2**24  # up to 64 MB of distances are kept between passes: N of about 5700
 BLOCK_ELEMENTS = 2**20  # pairs a block: 4 MB of float32, near the size of a core's cache
 ROWS = 128
 
@@ -69,6 +73,11 @@ class PairLayout:
     @property
     def elements(self) -> int:
         return self.steps * self.rows * self.columns
+
+    @property
+    def stored(self) -> bool:
+        """Whether the blocks of all pairs fit in the workspace."""
+        return self.elements <= STORED_ELEMENTS
 
     def wrap(self, x: jax.Array) -> jax.Array:
         """Pad the leading axis with zeros to `padded`, then repeat its start up to `wrapped`."""
@@ -115,15 +124,15 @@ def power_of_two_below(x: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class BlockKeys:
-    """Particles prepared for block distances. Built by `prepare`; `keys(step)` gives a block.
+    """Particles prepared for block distances by `prepare`; `blocks` gives them.
 
     Lengths are divided by `power`, a power of two of the size of the largest coordinate: it
     costs no rounding, and squares neither overflow nor vanish for particles of any scale.
     """
 
     layout: PairLayout = dataclasses.field(metadata={"static": True})
-    scaled: jax.Array  # (dimensions padded to the chunk, wrapped), transposed, not centred
-    centred: jax.Array | None  # (d, wrapped), and None where differences are always direct
+    scaled: jax.Array  # (d padded to chunks, wrapped), transposed, not centred
+    centred: jax.Array | None  # (wrapped, d), or None where differences are always direct
     norms: jax.Array | None  # (wrapped,) squared norms of `centred`
     masks: jax.Array  # (wrapped,) 0, or the masked key on padding
     power: jax.Array  # ()
@@ -144,27 +153,31 @@ class BlockKeys:
         resolution = 8 * jnp.sqrt(jnp.finfo(squared.dtype).eps).astype(squared.dtype)
         return jnp.max(self.norms) * resolution > squared
 
+    def blocks(self, direct: jax.Array) -> jax.Array | None:
+        """All blocks (steps, rows, columns) where they fit in the workspace, else None."""
+        if not self.layout.stored:
+            return None
+        return lax.map(self.replace(direct=direct).keys, jnp.arange(self.layout.steps))
+
     def keys(self, step: jax.Array) -> jax.Array:
         """The (rows, columns) keys of one step's pairs; masked where a pair does not count."""
         layout = self.layout
         row, column = layout.starts(step)
         shape = (layout.rows, layout.columns)
+        chunks = -(-self.scaled.shape[0] // CHUNK)
         if self.centred is None:
-            squared = self._add_differences(jnp.zeros(shape, self.scaled.dtype), 0, row, column)
+            squared = jnp.zeros(shape, self.scaled.dtype)
+            sweeps = chunks
         else:
-            squared = self._expansion(row, column)
-            # A loop of no iterations unless `direct`: under vmap it stays free for the lanes
-            # that do not need it, where a cond would run both sides.
-            chunks = self.scaled.shape[0] // DIRECT_DIMENSIONS
-            start = jnp.where(self.direct, jnp.zeros_like(squared), squared)
-            squared = lax.fori_loop(
-                0,
-                jnp.where(self.direct, chunks, 0),
-                lambda c, total: self._add_differences(
-                    total, c * DIRECT_DIMENSIONS, row, column
-                ),
-                start,
-            )
+            # No sweep unless `direct`. As a loop this stays free under vmap for the chains that
+            # do not need it, where a cond would run both sides.
+            squared = jnp.where(self.direct, 0, self._expansion(row, column))
+            sweeps = jnp.where(self.direct, chunks, 0)
+        if self.centred is None and chunks == 1:
+            squared = self._add_differences(0, squared, row, column)
+        else:
+            add = functools.partial(self._add_differences, row=row, column=column)
+            squared = lax.fori_loop(0, sweeps, add, squared)
         key = to_key(jnp.maximum(squared, 0))
         rows = lax.dynamic_slice(self.masks, (row,), (layout.rows,))
         columns = lax.dynamic_slice(self.masks, (column,), (layout.columns,))
@@ -177,18 +190,19 @@ class BlockKeys:
 
     def _expansion(self, row, column):
         layout = self.layout
-        d = self.centred.shape[0]
-        rows = lax.dynamic_slice(self.centred, (0, row), (d, layout.rows))
-        columns = lax.dynamic_slice(self.centred, (0, column), (d, layout.columns))
+        d = self.centred.shape[1]
+        rows = lax.dynamic_slice(self.centred, (row, 0), (layout.rows, d))
+        columns = lax.dynamic_slice(self.centred, (column, 0), (layout.columns, d))
         product = lax.dot_general(
-            rows, columns, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST
+            rows, columns, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
         )
         row_norms = lax.dynamic_slice(self.norms, (row,), (layout.rows,))
         column_norms = lax.dynamic_slice(self.norms, (column,), (layout.columns,))
         return (row_norms[:, None] + column_norms[None, :]) - 2 * product
 
-    def _add_differences(self, total, first, row, column):
-        count = min(DIRECT_DIMENSIONS, self.scaled.shape[0])
+    def _add_differences(self, chunk, total, row, column):
+        count = min(CHUNK, self.scaled.shape[0])
+        first = chunk * CHUNK
         rows = lax.dynamic_slice(self.scaled, (first, row), (count, self.layout.rows))
         columns = lax.dynamic_slice(self.scaled, (first, column), (count, self.layout.columns))
         for c in range(count):
@@ -202,11 +216,13 @@ def _square(x: jax.Array, opaque_zero: jax.Array) -> jax.Array:
     return from_key(to_key(x * x) ^ opaque_zero)
 
 
-def _squared_norms(x: jax.Array, opaque_zero: jax.Array) -> jax.Array:
-    """Sums of squares over the leading axis, from first to last."""
-    return lax.fori_loop(
-        0, x.shape[0], lambda c, total: total + _square(x[c], opaque_zero), jnp.zeros_like(x[0])
-    )
+def _row_sums(x: jax.Array) -> jax.Array:
+    """Sums over the last axis by halves: the order of a library's reduction can depend on vmap."""
+    while x.shape[1] > 1:
+        x = jnp.pad(x, ((0, 0), (0, x.shape[1] % 2)))
+        half = x.shape[1] // 2
+        x = x[:, :half] + x[:, half:]
+    return x[:, 0]
 
 
 def prepare(particles: jax.Array) -> BlockKeys:
@@ -220,14 +236,13 @@ def prepare(particles: jax.Array) -> BlockKeys:
     x = x * inverse
     mantissa_bits = (1 << jnp.finfo(x.dtype).nmant) - 1
     opaque_zero = to_key(inverse) & jnp.asarray(mantissa_bits, key_dtype(x.dtype))
-    if d <= DIRECT_DIMENSIONS:
-        centred = norms = None
-    else:
-        # The middle of the range, not the mean: no order of summation can change it.
-        centred = x - (jnp.min(x, axis=0) + jnp.max(x, axis=0)) / 2
-        centred = layout.wrap(centred).T
-        norms = _squared_norms(centred, opaque_zero)
-        x = jnp.pad(x, ((0, 0), (0, -d % DIRECT_DIMENSIONS)))
+    centred = norms = None
+    if d > CHUNK:
+        if layout.stored and layout.elements * d > DIRECT_WORK:
+            # The middle of the range, not the mean: no order of summation can change it.
+            centred = layout.wrap(x - (jnp.min(x, axis=0) + jnp.max(x, axis=0)) / 2)
+            norms = _row_sums(_square(centred, opaque_zero))
+        x = jnp.pad(x, ((0, 0), (0, -d % CHUNK)))
     masks = np.where(np.arange(layout.padded) < n, 0, masked_key(x.dtype))
     masks = np.concatenate([masks, masks[: layout.wrapped - layout.padded]])
     return BlockKeys(

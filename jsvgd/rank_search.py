@@ -1,16 +1,16 @@
 """The k-th smallest of a set of numbers that can only be counted: exact, in a few passes.
 
-Made for the squared distances of all pairs of particles, too many to sort or to store. A pass counts how many distances lie at or below each of a few thresholds. The
-first thresholds come from the sorted distances of a small fixed sample of pairs, the next ones
-from interpolation inside the bracket (low, high] that the counts prove to hold the answer. A pass
-also reports the smallest and largest distance inside the bracket, so the bracket always ends on
-distances that occur; when its end has the wanted rank, that end is the answer. About five passes
-do; a threshold halfway in the bracket bounds their number by the bits of a float whatever the
-distances are.
+Made for the squared distances of all pairs of particles, too many to sort or to store. A pass
+over them counts how many lie at or below each of a few thresholds. The first thresholds come
+from a small sorted sample, the next ones from interpolation inside the bracket (low, high] that
+the counts prove to hold the answer. A pass also reports the smallest and the largest number
+inside the bracket, so the bracket always ends on numbers that occur; when its end has the wanted
+rank, that end is the answer. About five passes do; a threshold halfway in the bracket bounds
+their number by the bits of a float, whatever the numbers are.
 
-Distances are compared as integers, the bit patterns of nonnegative floats, and counted in
-integers, so the answer is one of the given distances to the bit. The sample only
-guides the search: it never decides the answer.
+Numbers are compared as integers, the bit patterns of nonnegative floats, and counted in integers,
+so the answer is one of the given numbers to the bit. The sample only guides the search: it never
+decides the answer.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Tally(NamedTuple):
     """What a pass over the pairs reports."""
 
     counts: Count  # (K,) pairs with key <= threshold
-    smallest: jax.Array  # (R,) smallest key > low; the masked key if none
-    largest: jax.Array  # (R,) largest key <= high; -1 if none
+    smallest: jax.Array | None  # (R,) smallest key > low; the masked key if none
+    largest: jax.Array | None  # (R,) largest key <= high; -1 if none
 
 
 Pass = Callable[[jax.Array, jax.Array, jax.Array], Tally]
 """(thresholds (K,), low (R,), high (R,)) -> Tally, all as keys: one pass over the pairs.
 
-A pass that cannot report them may return ``low + 1`` and ``high`` for smallest and largest.
+A pass that only counts gives None for smallest and largest; the search then takes more passes.
 """
 
 
@@ -91,9 +91,7 @@ class Bracket(NamedTuple):
         return self.high - self.low <= 1
 
 
-def search(
-    one_pass: Pass, ranks: tuple[int, ...], pairs: int, sample: jax.Array
-) -> jax.Array:
+def search(one_pass: Pass, ranks: tuple[int, ...], pairs: int, sample: jax.Array) -> jax.Array:
     """Keys of the given 1-based ranks among `pairs` keys, by repeated passes.
 
     Args:
@@ -106,7 +104,10 @@ def search(
       (R,) keys.
     """
     top = masked_key(from_key(sample).dtype) - 1
-    repeat = lambda value: jnp.full((len(ranks),), value)  # noqa: E731
+
+    def repeat(value):
+        return jnp.full((len(ranks),), value)
+
     zero, total = Count.of(0), Count.of(pairs)
     wanted = Count(*(jnp.stack(limb) for limb in zip(*map(Count.of, ranks), strict=True)))
     bracket = Bracket(
@@ -142,12 +143,15 @@ def search(
 
 def _tighten(bracket, wanted, thresholds, counts, smallest, largest) -> Bracket:
     """The bracket of one rank after a pass."""
-    low, high = smallest - 1, largest
-    # The end of the bracket that has the wanted rank is the answer.
-    first = bracket.below.add(1).equals(wanted)
-    last = bracket.upto.equals(wanted)
-    answer = jnp.where(first, smallest, largest)
-    known = first | last | (smallest >= largest)
+    if smallest is None:
+        low, high, answer, known = bracket.low, bracket.high, bracket.high, False
+    else:
+        low, high = smallest - 1, largest
+        # The end of the bracket that has the wanted rank is the answer.
+        first = bracket.below.add(1).equals(wanted)
+        last = bracket.upto.equals(wanted)
+        answer = jnp.where(first, smallest, largest)
+        known = first | last | (smallest >= largest)
     above = counts.at_least(wanted)
     # Thresholds may come in any order and lie outside the bracket: take the tightest that help.
     upper = jnp.where(above & (thresholds < high), thresholds, masked_key(from_key(low).dtype))
@@ -177,7 +181,8 @@ def _interpolate(bracket: Bracket, wanted: Count) -> jax.Array:
     inside = jnp.maximum(bracket.upto.minus(bracket.below), 1)
     place = (wanted.minus(bracket.below) - 0.5) / inside
     spread = jnp.maximum(jnp.sqrt(place * (1 - place) / inside), 0.5 / inside)
-    fractions = jnp.clip(place + spread * OFFSETS, 0, 1)
+    few = np.arange(1, len(OFFSETS) + 1, dtype=np.float32) / (len(OFFSETS) + 1)
+    fractions = jnp.where(inside < 8, few, jnp.clip(place + spread * OFFSETS, 0, 1))
     # Values, not keys, are close to evenly spread inside a bracket; float32 is fine for a guess.
     low = from_key(jnp.maximum(bracket.low, 0))
     width = jnp.minimum(from_key(bracket.high), jnp.finfo(low.dtype).max) - low
