@@ -88,9 +88,7 @@ def scale_by_svgd_per_group(
         gradients, particles = _split(updates, label_of), _split(params, label_of)
         moves, states = {}, {}
         for label, part in particles.items():
-            moves[label], states[label] = inner.update(
-                gradients[label], state.groups[label], part
-            )
+            moves[label], states[label] = inner.update(gradients[label], state.groups[label], part)
         flat = {index: leaf for part in moves.values() for index, leaf in part.items()}
         leaves = [flat[index] for index in range(len(flat))]
         return jax.tree.unflatten(structure, leaves), PerGroupState(state.count + 1, states)

@@ -1,16 +1,19 @@
-"""The loop: many steps in a few compiled calls, with minibatches, history and a progress bar."""
+"""The loop: many steps in a few compiled calls, with minibatches, history, a bar and checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import operator
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jsvgd.batches import ALL_ROWS, STREAM, Stream, batch_chooser, count_rows, is_stream
+from jsvgd.progress import progress_bar
 from jsvgd.sampler import SamplingAlgorithm, SVGDInfo, SVGDState
 
 __all__ = ["History", "run"]
@@ -34,6 +37,22 @@ class History(NamedTuple):
     particles: Any
 
 
+class Reached(NamedTuple):
+    """How far a run has come; all that it takes to go on.
+
+    Attributes:
+      state: of the sampler.
+      records: whole records of history, a list of ``History``.
+      partial: a record of the last step where that is between two whole records, else None.
+      stopped: whether a callback has ended the run.
+    """
+
+    state: SVGDState
+    records: list[History]
+    partial: History | None
+    stopped: bool
+
+
 def run(
     rng_key: jax.Array,
     sampler: SamplingAlgorithm,
@@ -43,9 +62,10 @@ def run(
     data: Any = None,
     batch_size: int | None = None,
     progress: bool = False,
-    callback: Callable[[int, SVGDState, SVGDInfo], Any] | None = None,
+    callback: Callable | Sequence[Callable] | None = None,
     every: int = 1,
     keep_particles: bool = False,
+    checkpoint: Any = None,
 ) -> tuple[SVGDState, History]:
     """Makes ``num_steps`` steps.
 
@@ -61,19 +81,29 @@ def run(
       num_steps: steps to make.
       data: pytree of arrays with one leading axis of rows; a batch of it is passed to the log density
         as ``logdensity_fn(position, batch)``. Scaling the likelihood by rows over batch size is the
-        business of the log density.
+        business of the log density. Or batches one by one: an iterator (the run ends where it does,
+        with a warning), an iterable such as a data loader (begun anew where it ends), or a function
+        that takes the number of the first step and returns such an iterator. Batches of another
+        shape, such as the last one of an epoch, compile the steps once more.
       batch_size: rows of a minibatch, drawn without replacement in an order shuffled anew each epoch
         (an incomplete last batch is left out of the epoch); None passes all rows to every step.
-      progress: shows a bar with the bandwidth and the direction's norm.
-      callback: ``callback(step, state, info)`` every ``every`` steps; a true result ends the run.
+      progress: shows a bar with the log density, the bandwidth, the spread of the particles (root
+        mean square of their standard deviations), the direction's norm and steps per second.
+      callback: ``callback(step, state, info)`` every ``every`` steps, or several; a true result ends
+        the run. See ``jsvgd.StopOnMovement`` and ``jsvgd.StopOnKSD``.
       every: steps between two records of history.
       keep_particles: keeps the particles in the history too.
+      checkpoint: a folder, or a ``jsvgd.Checkpoint``. The run is saved there every so many steps, at
+        its end and at Ctrl-C; the same call goes on from there, and ends bitwise where an unbroken
+        run does, its history included.
 
     Returns:
       The state after the last step and the ``History``.
 
     Raises:
-      ValueError: for sizes out of range and data whose leaves disagree in their rows.
+      ValueError: for sizes out of range, data whose leaves disagree in their rows, and a checkpoint of
+        another run.
+      ImportError: where a checkpoint is asked for and Orbax is not installed.
 
     Example:
       >>> import jax, optax, jsvgd
@@ -85,111 +115,183 @@ def run(
     """
     num_steps = _at_least("num_steps", num_steps, 0)
     every = _at_least("every", every, 1)
-    rows = None if data is None else _count_rows(data)
-    if batch_size is not None:
-        batch_size = _at_least("batch_size", batch_size, 1)
-        if rows is None:
-            raise ValueError(
-                f"batch_size={batch_size} needs data to take batches from, got data=None"
-            )
-        if batch_size > rows:
-            raise ValueError(
-                f"batch_size must be at most the {rows} rows of data, got {batch_size}"
-            )
-    if batch_size == rows:
-        batch_size = None
-
+    choice = _batch_choice(data, batch_size)
+    callbacks = _as_callbacks(callback)
     start = int(state.step)
-    records_a_call = _records_a_call(state, callback, keep_particles)
-    made, parts = 0, []
-    with _progress_bar(progress, num_steps) as bar:
-        while made < num_steps or not parts:
-            steps = min(num_steps - made, records_a_call * every)
-            state, history = _steps(
-                sampler,
-                batch_size,
-                records_a_call,
-                keep_particles,
-                rng_key,
-                state,
-                data,
-                jnp.int32(steps),
-                jnp.int32(every),
+    stream = Stream(data, start) if choice == STREAM else None
+    reached = Reached(state, [], None, False)
+    with contextlib.ExitStack() as stack:
+        store = None
+        if checkpoint is not None:
+            from jsvgd.checkpoint import open_store  # builds on this module
+
+            store = stack.enter_context(open_store(checkpoint, rng_key, state))
+            if store.has_something:
+                batch = data if stream is None else stream.example()
+                entry = _entry(sampler, state, keep_particles, choice, batch)
+                reached = store.restore(reached, entry)
+        made = int(reached.state.step) - start
+        if made > num_steps:
+            raise ValueError(
+                f"num_steps must be at least the {made} steps that the checkpoint has made, "
+                f"got {num_steps}"
             )
-            made += steps
-            filled = -(-steps // every)
-            parts.append(jax.tree.map(lambda a, filled=filled: a[:filled], history))
-            if steps == 0:
-                break
-            last = jax.tree.map(lambda a: a[-1], parts[-1].info)
-            if progress:
-                bar.update(steps)
-                bar.set_postfix(_shown(last), refresh=False)
-            if callback is not None and callback(start + made, state, last):
-                break
-    return state, jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+        if stream is not None and made:
+            stream.pass_over(made)
+        show = stack.enter_context(progress_bar(progress, num_steps, made))
+        steps = functools.partial(
+            _steps,
+            sampler,
+            choice,
+            1 if callbacks else _records_a_call(state, keep_particles),
+            keep_particles,
+            rng_key,
+        )
+        longest = num_steps if store is None else store.every
+        batches = data if stream is None else stream
+        try:
+            chunks = _chunks(steps, reached, start, num_steps, every, longest, batches)
+            for reached in chunks:
+                made = int(reached.state.step) - start
+                info = _last_record(reached).info
+                show(made, info, reached.state)
+                if reached.partial is None or made == num_steps:
+                    wishes = [wish(start + made, reached.state, info) for wish in callbacks]
+                    if any(wishes):
+                        reached = reached._replace(stopped=True)
+                        break
+                if store is not None:
+                    store.save_if_due(reached)
+        finally:
+            # At the end, at Ctrl-C, and where a callback raises.
+            if store is not None:
+                store.save(reached)
+    if not reached.records and reached.partial is None:
+        batch = data if stream is None else stream.example()
+        entry = _entry(sampler, state, keep_particles, choice, batch)
+        return reached.state, jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), entry)
+    parts = reached.records + ([] if reached.partial is None else [reached.partial])
+    return reached.state, jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+
+
+def _chunks(steps, reached, start, num_steps, every, longest, batches):
+    """What is reached after each compiled call of at most ``longest`` steps."""
+    while not reached.stopped:
+        made = int(reached.state.step) - start
+        left = min(num_steps - made, longest)
+        if left <= 0:
+            return
+        offset = made % every
+        most = steps.args[2] * every - offset  # the records that a call can hold
+        count = min(left, most)
+        if isinstance(batches, Stream):
+            data, count = batches.take(count)
+            if count == 0:
+                warnings.warn(
+                    f"the iterator of batches ended after {made} of {num_steps} steps", stacklevel=3
+                )
+                return
+        else:
+            data = batches
+        numbers = (jnp.int32(count), jnp.int32(every), jnp.int32(offset))
+        state, history = steps(reached.state, data, *numbers)
+        whole, rest = divmod(offset + count, every)
+        records = jax.tree.map(lambda a, whole=whole: a[:whole], history)
+        partial = jax.tree.map(lambda a, whole=whole: a[whole : whole + 1], history)
+        reached = Reached(
+            state,
+            reached.records + ([records] if whole else []),
+            partial if rest else None,
+            False,
+        )
+        yield reached
+
+
+def _last_record(reached: Reached) -> History:
+    if reached.partial is not None:
+        return jax.tree.map(lambda a: a[0], reached.partial)
+    return jax.tree.map(lambda a: a[-1], reached.records[-1])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _steps(
-    sampler, batch_size, max_records, keep_particles, rng_key, state, data, num_steps, every
+    sampler, choice, max_records, keep_particles, rng_key, state, data, num_steps, every, offset
 ):
-    """``num_steps`` steps and a buffer of records, of which the first ceil(num_steps / every) count."""
+    """``num_steps`` steps, the first of them ``offset`` steps after the last whole record.
+
+    Returns the state and a buffer of records, of which the first ceil((offset + num_steps) / every)
+    count.
+    """
     step_key, order_key = jax.random.split(rng_key)
-    if batch_size is not None:
-        rows = _count_rows(data)
-        batches_an_epoch = rows // batch_size
-
-    def order(step):
-        if batch_size is None:
-            return jnp.zeros((), jnp.int32)
-        epoch_key = jax.random.fold_in(order_key, step // batches_an_epoch)
-        return jax.random.permutation(epoch_key, rows)
-
-    def batch_of(step, permutation):
-        position = step % batches_an_epoch
-        index = jax.lax.dynamic_slice_in_dim(permutation, position * batch_size, batch_size)
-        return jax.tree.map(lambda a: a[index], data)
+    order_at, choose = batch_chooser(choice, order_key, data, state.step)
 
     def one_step(_, carry):
-        state, permutation, _ = carry
+        state, order, _ = carry
         step = state.step
-        args = () if data is None else (data,)
-        if batch_size is not None:
-            permutation = jax.lax.cond(
-                step % batches_an_epoch == 0, order, lambda _: permutation, step
-            )
-            args = (batch_of(step, permutation),)
+        args, order = choose(step, order)
         state, info = sampler.step(jax.random.fold_in(step_key, step), state, *args)
-        return state, permutation, info
-
-    def entry_of(carry):
-        state, _, info = carry
-        return History(state.step, info, state.particles if keep_particles else None)
+        return state, order, info
 
     def record(r, carry_and_history):
         carry, history = carry_and_history
-        count = jnp.minimum(every, num_steps - r * every)
-        carry = jax.lax.fori_loop(0, count, one_step, carry)
-        return carry, jax.tree.map(lambda b, a: b.at[r].set(a), history, entry_of(carry))
+        first = jnp.maximum(r * every - offset, 0)
+        last = jnp.minimum((r + 1) * every - offset, num_steps)
+        carry = jax.lax.fori_loop(0, last - first, one_step, carry)
+        state, _, info = carry
+        entry = History(state.step, info, state.particles if keep_particles else None)
+        return carry, jax.tree.map(lambda b, a: b.at[r].set(a), history, entry)
 
-    carry = (state, order(state.step), None)
-    info = _zeros(jax.eval_shape(lambda: one_step(0, carry)[2]))
-    carry = (state, order(state.step), info)
-    entry = jax.eval_shape(lambda: entry_of(carry))
+    carry = (state, order_at(state.step), None)
+    end, _, info = jax.eval_shape(lambda: one_step(0, carry))
+    entry = History(end.step, info, end.particles if keep_particles else None)
     history = jax.tree.map(lambda a: jnp.zeros((max_records, *a.shape), a.dtype), entry)
-    num_records = (num_steps + every - 1) // every
+    info = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), info)
+    carry = (state, order_at(state.step), info)
+    num_records = (offset + num_steps + every - 1) // every
     (state, _, _), history = jax.lax.fori_loop(0, num_records, record, (carry, history))
     return state, history
 
 
-def _zeros(shapes):
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+def _entry(sampler, state, keep_particles, choice, batch) -> History:
+    """Shapes and dtypes of one record."""
+
+    def one(state, batch):
+        args = () if choice is None else (batch,)
+        state, info = sampler.step(jax.random.key(0), state, *args)
+        return History(state.step, info, state.particles if keep_particles else None)
+
+    if isinstance(choice, int):
+        batch = jax.tree.map(lambda a: jnp.asarray(a)[:choice], batch)
+    return jax.eval_shape(one, state, batch)
 
 
-def _records_a_call(state, callback, keep_particles) -> int:
-    if callback is not None:
-        return 1  # the callback wants the state of every record
+def _batch_choice(data: Any, batch_size: int | None) -> str | int | None:
+    if is_stream(data):
+        if batch_size is not None:
+            raise ValueError(
+                f"batch_size={batch_size} needs arrays to take batches from; an iterator gives its own"
+            )
+        return STREAM
+    rows = None if data is None else count_rows(data)
+    if batch_size is None:
+        return None if data is None else ALL_ROWS
+    batch_size = _at_least("batch_size", batch_size, 1)
+    if rows is None:
+        raise ValueError(f"batch_size={batch_size} needs data to take batches from, got data=None")
+    if batch_size > rows:
+        raise ValueError(f"batch_size must be at most the {rows} rows of data, got {batch_size}")
+    return ALL_ROWS if batch_size == rows else batch_size
+
+
+def _as_callbacks(callback) -> tuple[Callable, ...]:
+    callbacks = () if callback is None else (callback,) if callable(callback) else tuple(callback)
+    for one in callbacks:
+        if not callable(one):
+            raise TypeError(f"callback must be a function or several, got {type(one).__name__}")
+    return callbacks
+
+
+def _records_a_call(state, keep_particles) -> int:
     if not keep_particles:
         return _RECORDS_A_CALL
     size = sum(leaf.size for leaf in jax.tree.leaves(state.particles))
@@ -204,32 +306,3 @@ def _at_least(name: str, value: int, least: int) -> int:
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
     return number
-
-
-def _count_rows(data) -> int:
-    leaves = jax.tree.leaves(data)
-    shapes = [jnp.shape(leaf) for leaf in leaves]
-    if not leaves or any(len(shape) == 0 for shape in shapes):
-        raise ValueError(f"data must hold arrays with a leading axis of rows, got shapes {shapes}")
-    if len({shape[0] for shape in shapes}) > 1:
-        raise ValueError(
-            f"the arrays of data must agree in their number of rows, got shapes {shapes}"
-        )
-    if shapes[0][0] == 0:
-        raise ValueError(f"data must hold at least one row, got shapes {shapes}")
-    return shapes[0][0]
-
-
-def _progress_bar(shown: bool, num_steps: int):
-    if not shown:
-        return contextlib.nullcontext()
-    from tqdm.auto import tqdm  # a bar is asked for rarely, and importing it takes time
-
-    return tqdm(total=num_steps, unit="step")
-
-
-def _shown(info: SVGDInfo) -> dict[str, str]:
-    bandwidth = float(jnp.mean(info.bandwidth))
-    shown = {"bandwidth": f"{bandwidth:.3g}", "direction": f"{float(info.direction_norm):.3g}"}
-    lost = int(info.num_nonfinite)
-    return {**shown, "non-finite": str(lost)} if lost else shown
