@@ -1,0 +1,320 @@
+"""Is the sample right, and has it collapsed? Streamed: memory grows with N d, never with N^2.
+
+Kernel Stein discrepancy (Liu, Lee and Jordan, 2016; Gorham and Mackey, 2017), maximum mean
+discrepancy (Gretton et al., 2012), and the signs of a collapsed set of particles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jsvgd.arguments import check_bandwidth, check_matrix
+from jsvgd.bandwidth import resolve_bandwidth
+from jsvgd.kernels import RadialKernel, get_kernel
+from jsvgd.streamed import map_row_blocks
+
+__all__ = [
+    "CollapseSummary",
+    "collapse_summary",
+    "ksd",
+    "ksd_contributions",
+    "laplace_variance",
+    "mmd",
+    "stein_kernel",
+]
+
+DIRECT_DIMENSIONS = 8  # up to here squared distances are sums of squared differences
+
+
+def ksd(
+    particles: jax.Array,
+    scores: jax.Array,
+    *,
+    bandwidth="median_distance",
+    kernel: str | RadialKernel = "imq",
+    statistic: str = "v",
+) -> jax.Array:
+    """Kernel Stein discrepancy between particles and the density that the scores belong to.
+
+    statistic "v": sqrt(1/N^2 sum_ij k_p(x_i, x_j)), the discrepancy itself, never negative.
+    statistic "u": 1/(N (N-1)) sum_{i != j} k_p(x_i, x_j), an unbiased estimate of the SQUARED
+    discrepancy, without a root: it may be negative. (k_p: see ``stein_kernel``.)
+
+    Args:
+      particles: (N, d).
+      scores: (N, d), grad log p at the particles.
+      bandwidth: h, in any form that ``resolve_bandwidth`` takes; the length scale of the kernel is
+        sqrt(h). By default sqrt(h) is the median distance between particles.
+      kernel: "imq", (1 + |x - y|^2 / h)^(-1/2); "rbf", exp(-|x - y|^2 / (2 h)); or a
+        ``RadialKernel``. The rbf kernel misses divergence in many dimensions.
+      statistic: "v" or "u".
+
+    Returns:
+      A scalar, differentiable in particles, scores and bandwidth.
+
+    Raises:
+      ValueError: for shapes that do not fit, an unknown statistic, or "u" with one particle.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x = jnp.linspace(-2.0, 2.0, 7)[:, None]
+      >>> round(float(ksd(x, -x, bandwidth=1.0)), 4)
+      0.404
+    """
+    mean = jnp.mean(
+        ksd_contributions(
+            particles, scores, bandwidth=bandwidth, kernel=kernel, statistic=statistic
+        )
+    )
+    return _root(mean) if statistic == "v" else mean
+
+
+def ksd_contributions(
+    particles: jax.Array,
+    scores: jax.Array,
+    *,
+    bandwidth="median_distance",
+    kernel: str | RadialKernel = "imq",
+    statistic: str = "v",
+) -> jax.Array:
+    """What each particle adds: (N,) means over j of k_p(x_i, x_j), for "u" over j != i.
+
+    Their mean is the squared discrepancy. The particles with the largest are the worst placed.
+    Arguments as in ``ksd``.
+    """
+    x, s = check_particles_and_scores(particles, scores)
+    n = x.shape[0]
+    _check_statistic(statistic, "particles", n)
+    kernel = get_kernel(kernel)
+    h = check_bandwidth(resolve_bandwidth(bandwidth, x), x.shape[1]).astype(x.dtype)
+    stein = stein_kernel(x, s, h, kernel)
+    sums = _row_sums(lambda rows: stein(x[rows], s[rows]), n, n, without_diagonal=True)
+    if statistic == "u":
+        return sums / (n - 1)
+    slope_at_zero = kernel.slope(jnp.zeros((), x.dtype))
+    trace = jnp.sum(jnp.broadcast_to(1 / h, x.shape[1:]))
+    diagonal = kernel.profile(jnp.zeros((), x.dtype)) * jnp.sum(s * s, axis=1)
+    return (sums + diagonal + slope_at_zero * trace) / n
+
+
+def stein_kernel(particles, scores, bandwidth, kernel: RadialKernel) -> Callable:
+    """The Langevin Stein kernel of these particles, as a function of rows of others.
+
+    With k = f(u), u = sum_c r_c^2 / (2 h_c), r = x - y, w = -f':
+
+        k_p(x, y) = s_x.s_y f + w sum_c (s_x - s_y)_c r_c / h_c
+                    + w sum_c 1 / h_c - f'' sum_c r_c^2 / h_c^2
+
+    Args:
+      particles, scores: (N, d).
+      bandwidth: h, a scalar or (d,).
+      kernel: a ``RadialKernel``.
+
+    Returns:
+      ``block(x (B, d), s (B, d)) -> (B, N)``.
+    """
+    dimension = particles.shape[1]
+    inverse = jnp.broadcast_to(1 / bandwidth, (dimension,))
+    centre = lax.stop_gradient(jnp.mean(particles, axis=0))
+    y, t = particles - centre, scores
+    root = jnp.sqrt(inverse)
+
+    def block(x, s):
+        x = x - centre
+        u = _squared_distances(x * root, y * root) / 2
+        if jnp.ndim(bandwidth) == 0:
+            moment = 2 * u / bandwidth
+        else:
+            moment = _squared_distances(x * inverse, y * inverse)
+        pull = (
+            jnp.sum(s * x * inverse, axis=1)[:, None]
+            + jnp.sum(t * y * inverse, axis=1)[None, :]
+            - _dot(s * inverse, y)
+            - _dot(x * inverse, t)
+        )
+        slope = kernel.slope(u)
+        repulsion = slope * (pull + jnp.sum(inverse)) - kernel.curvature(u) * moment
+        return _dot(s, t) * kernel.profile(u) + repulsion
+
+    return block
+
+
+def mmd(
+    x: jax.Array,
+    y: jax.Array,
+    *,
+    bandwidth="median_distance",
+    kernel: str | RadialKernel = "rbf",
+    statistic: str = "v",
+) -> jax.Array:
+    """Maximum mean discrepancy between two samples.
+
+    statistic "v": sqrt(mean k(x, x') + mean k(y, y') - 2 mean k(x, y)), all pairs, never negative.
+    statistic "u": the unbiased estimate of the SQUARED discrepancy (no pair of a point with
+    itself), without a root: it may be negative.
+
+    Args:
+      x: (N, d).
+      y: (M, d).
+      bandwidth: h, in any form that ``resolve_bandwidth`` takes, resolved on both samples
+        together; by default sqrt(h) is the median distance.
+      kernel: "rbf", "imq" or a ``RadialKernel``.
+      statistic: "v" or "u".
+
+    Returns:
+      A scalar, differentiable in x, y and bandwidth.
+    """
+    x, y = _floating("x", x), _floating("y", y)
+    if x.shape[1] != y.shape[1]:
+        raise ValueError(f"y must have shape (M, {x.shape[1]}) like x, got {y.shape}")
+    _check_statistic(statistic, "x", x.shape[0])
+    _check_statistic(statistic, "y", y.shape[0])
+    kernel = get_kernel(kernel)
+    both = jnp.concatenate([x, y])
+    h = check_bandwidth(resolve_bandwidth(bandwidth, both), x.shape[1]).astype(both.dtype)
+    # One centre for both: distances between the samples must survive it.
+    both = (both - lax.stop_gradient(jnp.mean(both, axis=0))) / jnp.sqrt(h)
+    x, y = both[: x.shape[0]], both[x.shape[0] :]
+
+    def mean(a, b, same):
+        n, m = a.shape[0], b.shape[0]
+
+        def block(rows):
+            return kernel.profile(_squared_distances(a[rows], b) / 2)
+
+        total = jnp.mean(_row_sums(block, n, m, without_diagonal=same))
+        if not same:
+            return total / m
+        if statistic == "u":
+            return total / (m - 1)
+        return (total + kernel.profile(jnp.zeros((), a.dtype))) / m
+
+    squared = mean(x, x, True) + mean(y, y, True) - 2 * mean(x, y, False)
+    return _root(jnp.maximum(squared, 0)) if statistic == "v" else squared
+
+
+class CollapseSummary(NamedTuple):
+    """Signs of collapse.
+
+    Attributes:
+      variance_ratio: (d,) variance of the particles (divided by N) over the reference; well below
+        1 means collapse. None without a reference.
+      smallest_distance: the smallest distance between two particles; infinite for one particle.
+      coincident_fraction: share of the particles that lie on another one.
+    """
+
+    variance_ratio: jax.Array | None
+    smallest_distance: jax.Array
+    coincident_fraction: jax.Array
+
+
+def collapse_summary(
+    particles: jax.Array, reference_variance=None, *, tolerance: float = 0.0
+) -> CollapseSummary:
+    """How far a set of particles has collapsed.
+
+    Args:
+      particles: (N, d).
+      reference_variance: variance of each coordinate under the target: a scalar, (d,), or the
+        diagonal of a (d, d) covariance; from a long MCMC run, or ``laplace_variance``.
+      tolerance: particles this close, or closer, count as coincident.
+
+    Returns:
+      ``CollapseSummary``.
+    """
+    x = _floating("particles", particles)
+    n, d = x.shape
+    ratio = None
+    if reference_variance is not None:
+        reference = jnp.asarray(reference_variance, x.dtype)
+        if reference.shape not in ((), (d,), (d, d)):
+            raise ValueError(
+                f"reference_variance must be a scalar or have shape ({d},) or ({d}, {d}), "
+                f"got {reference.shape}"
+            )
+        if reference.ndim == 2:
+            reference = jnp.diagonal(reference)
+        ratio = jnp.var(x, axis=0) / reference
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must be at least 0, got {tolerance}")
+
+    def nearest(rows):
+        squared = jnp.sum((x[rows][:, None] - x) ** 2, axis=2)
+        return jnp.min(jnp.where(rows[:, None] == jnp.arange(n), jnp.inf, squared), axis=1)
+
+    distance = jnp.sqrt(map_row_blocks(nearest, (jnp.arange(n),), n * d))
+    return CollapseSummary(ratio, jnp.min(distance), jnp.mean(distance <= tolerance))
+
+
+def laplace_variance(logdensity_fn: Callable, mode: jax.Array) -> jax.Array:
+    """Variances of Laplace's approximation: the diagonal of (-Hessian of log p)^-1 at the mode.
+
+    Args:
+      logdensity_fn: of one position (d,).
+      mode: (d,), where the gradient vanishes and the Hessian is negative definite.
+
+    Returns:
+      (d,); not finite or negative where ``mode`` is no maximum.
+    """
+    mode = jnp.asarray(mode)
+    if mode.ndim != 1:
+        raise ValueError(f"mode must have shape (d,), got {mode.shape}")
+    return jnp.diagonal(jnp.linalg.inv(-jax.hessian(logdensity_fn)(mode)))
+
+
+def _row_sums(block: Callable, n: int, m: int, *, without_diagonal: bool) -> jax.Array:
+    """Sums of the rows of an (n, m) matrix that ``block(rows)`` gives some rows of."""
+
+    def sums(rows):
+        values = block(rows)
+        if without_diagonal:
+            values = jnp.where(rows[:, None] == jnp.arange(m), 0, values)
+        return jnp.sum(values, axis=1)
+
+    return map_row_blocks(sums, (jnp.arange(n),), m)
+
+
+def _squared_distances(x, y) -> jax.Array:
+    """(B, N) squared distances of centred points; by differences where that is cheap."""
+    if x.shape[1] <= DIRECT_DIMENSIONS:
+        total = 0.0
+        for c in range(x.shape[1]):
+            total = total + (x[:, c, None] - y[None, :, c]) ** 2
+        return total
+    norms = jnp.sum(x * x, axis=1)[:, None] + jnp.sum(y * y, axis=1)[None, :]
+    return jnp.maximum(norms - 2 * _dot(x, y), 0)
+
+
+def _dot(x, y) -> jax.Array:
+    """x y^T in full precision: a matrix unit would round float32 to fewer digits."""
+    return jnp.matmul(x, y.T, precision=lax.Precision.HIGHEST)
+
+
+def _root(squared) -> jax.Array:
+    """sqrt with gradient 0 at 0."""
+    positive = squared > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, squared, 1)), squared * 0)
+
+
+def _floating(name, value) -> jax.Array:
+    value = check_matrix(name, value)
+    return value.astype(jnp.promote_types(value.dtype, jnp.float32))
+
+
+def check_particles_and_scores(particles, scores) -> tuple[jax.Array, jax.Array]:
+    x, s = _floating("particles", particles), _floating("scores", scores)
+    if s.shape != x.shape:
+        raise ValueError(f"scores must have the shape of particles, {x.shape}, got {s.shape}")
+    return x, s.astype(x.dtype)
+
+
+def _check_statistic(statistic, name, n) -> None:
+    if statistic not in ("v", "u"):
+        raise ValueError(f'statistic must be "v" or "u", got {statistic!r}')
+    if statistic == "u" and n < 2:
+        raise ValueError(f'statistic "u" needs at least two {name}, got {n}')
