@@ -174,26 +174,26 @@ def covariance_factor(particles: jax.Array) -> jax.Array:
     sees them (shifted CholeskyQR2: Fukaya et al., 2020). Standard deviations are divided out before,
     so units do not count. Resolves standard deviations down to about the rounding of the particles.
 
-    Where N <= d + 1 no covariance of full rank exists, and the standard deviations alone are used.
+    Where N <= d + 1 no covariance of full rank exists: the standard deviations alone, (d,), are used.
     A dimension, or a direction, in which the particles do not differ keeps a positive pivot.
     """
     n, d = particles.shape
     sds = diagonal_factor(particles)
     if n <= d + 1:
-        return jnp.diag(sds)
+        return sds
     z = (particles - centre(particles)) / sds
     first = _shifted_cholesky(z)
-    z = lax.linalg.triangular_solve(first, z.T, left_side=True, lower=True).T
+    z = to_whitened(first, z)
     spread = diagonal_factor(z)
     second = spread[:, None] * _shifted_cholesky(z / spread)
-    product = jnp.matmul(first, second, precision=lax.Precision.HIGHEST)
+    product = _product(first, second)
     factor = sds[:, None] * product
     return jnp.where(jnp.all(jnp.isfinite(factor)), factor, jnp.diag(sds))
 
 
 def _shifted_cholesky(z: jax.Array) -> jax.Array:
     n, d = z.shape
-    correlation = jnp.matmul(z.T, z, precision=lax.Precision.HIGHEST) / (n - 1)
+    correlation = _product(z.T, z) / (n - 1)
     # Of unit diagonal, but for dimensions in which the particles do not differ.
     missing = jnp.maximum(1 - jnp.diagonal(correlation), 0)
     shift = 4 * d * jnp.finfo(z.dtype).eps
@@ -206,7 +206,24 @@ def to_whitened(factor: jax.Array | None, differences: jax.Array) -> jax.Array:
         return differences
     if factor.ndim == 1:
         return differences / factor
-    return lax.linalg.triangular_solve(factor, differences.T, left_side=True, lower=True).T
+    # Solving for N right-hand sides is slow on every platform; a product is not.
+    return _product(differences, _inverse(factor).T)
+
+
+def _inverse(factor: jax.Array) -> jax.Array:
+    """L^-1 by halves: [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]."""
+    d = factor.shape[0]
+    if d <= 16:  # LAPACK starts its threads above, which costs milliseconds on a busy machine
+        identity = jnp.eye(d, dtype=factor.dtype)
+        return lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
+    half = d // 2
+    a, b = _inverse(factor[:half, :half]), _inverse(factor[half:, half:])
+    corner = -_product(b, _product(factor[half:, :half], a))
+    return jnp.block([[a, jnp.zeros_like(corner.T)], [corner, b]])
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
 def from_whitened(factor: jax.Array | None, moves: jax.Array) -> jax.Array:
@@ -215,7 +232,7 @@ def from_whitened(factor: jax.Array | None, moves: jax.Array) -> jax.Array:
         return moves
     if factor.ndim == 1:
         return moves * factor
-    return jnp.matmul(moves, factor.T, precision=lax.Precision.HIGHEST)
+    return _product(moves, factor.T)
 
 
 def whitened_scores(factor: jax.Array | None, scores: jax.Array) -> jax.Array:
@@ -224,4 +241,4 @@ def whitened_scores(factor: jax.Array | None, scores: jax.Array) -> jax.Array:
         return scores
     if factor.ndim == 1:
         return scores * factor
-    return jnp.matmul(scores, factor, precision=lax.Precision.HIGHEST)
+    return _product(scores, factor)

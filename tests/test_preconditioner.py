@@ -153,11 +153,12 @@ def test_degenerate_particles_give_a_finite_invertible_factor(degenerate):
         "coincident": lambda: np.repeat(x[:1], 20, axis=0),
     }[degenerate]()
     factor = np.asarray(covariance_factor(jnp.asarray(x)), np.float64)
-    assert np.all(np.isfinite(factor)) and np.all(np.diagonal(factor) > 0)
+    pivots = factor if factor.ndim == 1 else np.diagonal(factor)
+    assert np.all(np.isfinite(factor)) and np.all(pivots > 0)
     if degenerate in ("constant", "coincident"):
-        assert 0.5 < factor[1, 1] < 1.5
+        assert 0.5 < pivots[1] < 1.5
     if degenerate == "few":
-        assert np.allclose(factor, np.diag(np.std(x.astype(np.float64), axis=0, ddof=1)), rtol=1e-4)
+        assert np.allclose(factor, np.std(x.astype(np.float64), axis=0, ddof=1), rtol=1e-4)
 
 
 def test_too_few_particles_are_said():
@@ -175,10 +176,11 @@ def test_a_factor_that_is_not_finite_is_not_taken():
     assert not np.array_equal(preconditioner.refreshed(x, jnp.int32(7), previous), previous)
 
 
-def test_whitening_and_back():
-    x, _ = draw(20, 3)
+@pytest.mark.parametrize("d", [3, 37])
+def test_whitening_and_back(d):
+    x, _ = draw(60, d)
     for factor in (covariance_factor(jnp.asarray(x)), diagonal_factor(jnp.asarray(x)), None):
-        assert relative_error(from_whitened(factor, to_whitened(factor, x)), x) < 1e-6
+        assert relative_error(from_whitened(factor, to_whitened(factor, x)), x) < 3e-6
 
 
 def test_chains_under_vmap_have_their_own_factors():
