@@ -19,7 +19,7 @@ import optax
 from jsvgd.transform import ScaleBySVGDState, scale_by_svgd
 from jsvgd.trees import check_particles
 
-__all__ = ["PerGroupState", "group_labels", "scale_by_svgd_per_group"]
+__all__ = ["PerGroupState", "group_labels", "scale_by_svgd_per_group", "split_groups"]
 
 
 class PerGroupState(NamedTuple):
@@ -64,14 +64,14 @@ def scale_by_svgd_per_group(
       >>> sorted(transform.init(particles).groups)
       ['a', 'b']
     """
-    label_of = _as_labelling(groups)
+    _as_labelling(groups)
     inner = scale_by_svgd(**options)
 
     def init(params):
         check_particles("params", params)
         return PerGroupState(
             jnp.zeros((), jnp.int32),
-            {label: inner.init(part) for label, part in _split(params, label_of).items()},
+            {label: inner.init(part) for label, part in split_groups(params, groups).items()},
         )
 
     def update(updates, state, params=None):
@@ -85,7 +85,7 @@ def scale_by_svgd_per_group(
                 f"updates must have the structure of params, {structure}, "
                 f"got {jax.tree.structure(updates)}"
             )
-        gradients, particles = _split(updates, label_of), _split(params, label_of)
+        gradients, particles = split_groups(updates, groups), split_groups(params, groups)
         moves, states = {}, {}
         for label, part in particles.items():
             moves[label], states[label] = inner.update(gradients[label], state.groups[label], part)
@@ -105,11 +105,14 @@ def group_labels(
     return [label_of(_names(path)) for path in paths]
 
 
-def _split(tree: Any, label_of: Callable) -> dict[str, dict[int, jax.Array]]:
+def split_groups(
+    tree: Any, groups: str | Callable[[tuple[str, ...]], str] = "layer"
+) -> dict[str, dict[int, jax.Array]]:
     """The leaves by group, each under its place among all leaves."""
     parts: dict[str, dict[int, jax.Array]] = {}
-    for index, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
-        parts.setdefault(label_of(_names(path)), {})[index] = leaf
+    labels = group_labels(tree, groups)
+    for index, (label, leaf) in enumerate(zip(labels, jax.tree.leaves(tree), strict=True)):
+        parts.setdefault(label, {})[index] = leaf
     return parts
 
 

@@ -10,17 +10,31 @@ Imported on its own, ``import jsvgd.flax``: ``import jsvgd`` does not import Fla
     jsvgd.flax.predict(network.apply, state.particles, x_new).mean
 """
 
-from jsvgd.flax.log_posterior import (
+from jsvgd.flax.likelihoods import (
     Likelihood,
-    Position,
-    Prior,
+    bernoulli_likelihood,
+    categorical_likelihood,
+    fixed_gaussian_likelihood,
     gaussian_likelihood,
-    init_positions,
-    log_posterior,
-    normal_prior,
+    heteroscedastic_likelihood,
+    poisson_likelihood,
 )
-from jsvgd.flax.particles import Network, functional, init_particles
-from jsvgd.flax.predictive import Prediction, log_predictive_density, predict
+from jsvgd.flax.log_posterior import Position, init_positions, log_posterior
+from jsvgd.flax.particles import Network, functional, init_particles, particles_from_models
+from jsvgd.flax.predictive import (
+    Prediction,
+    class_probabilities,
+    log_predictive_density,
+    predict,
+)
+from jsvgd.flax.priors import (
+    Prior,
+    fixed_normal_prior,
+    horseshoe_prior,
+    laplace_prior,
+    normal_prior,
+    per_layer_prior,
+)
 
 __all__ = [
     "Likelihood",
@@ -28,12 +42,23 @@ __all__ = [
     "Position",
     "Prediction",
     "Prior",
+    "bernoulli_likelihood",
+    "categorical_likelihood",
+    "class_probabilities",
+    "fixed_gaussian_likelihood",
+    "fixed_normal_prior",
     "functional",
     "gaussian_likelihood",
+    "heteroscedastic_likelihood",
+    "horseshoe_prior",
     "init_particles",
     "init_positions",
+    "laplace_prior",
     "log_posterior",
     "log_predictive_density",
     "normal_prior",
+    "particles_from_models",
+    "per_layer_prior",
+    "poisson_likelihood",
     "predict",
 ]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax
 import jax
 from flax import linen, nnx
 
-__all__ = ["Network", "functional", "init_particles"]
+__all__ = ["Network", "functional", "init_particles", "particles_from_models"]
 
 # Parameters of one network: any pytree of arrays.
 Params = Any
@@ -94,19 +94,60 @@ def init_particles(rng_key: jax.Array, module: Any, n: int, *example_inputs: Any
     return jax.vmap(network.init)(jax.random.split(rng_key, n))
 
 
+def particles_from_models(models: Sequence[Any]) -> Params:
+    """The parameters of models that were trained one by one, as particles: a deep ensemble.
+
+    Args:
+      models: modules of NNX; or for Linen their parameters, variables (``{"params": ...}``) or train
+        states (whatever has ``params``). All of one architecture.
+
+    Returns:
+      Parameters, (n, ...) on every leaf, in the form that ``functional(...).apply`` takes.
+
+    Raises:
+      ValueError: for an empty list, models of different architectures, and modules that keep state
+        besides their parameters.
+    """
+    models = list(models)
+    if not models:
+        raise ValueError("models must hold at least one model, got none")
+    found = [_params_of(model) for model in models]
+    shapes = [jax.tree.map(jax.numpy.shape, params) for params in found]
+    for i, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise ValueError(
+                f"models must all have one architecture; model {i} has parameters of shapes {shape}, "
+                f"model 0 of {shapes[0]}"
+            )
+    return jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *found)
+
+
+def _params_of(model: Any) -> Params:
+    if isinstance(model, nnx.Module):
+        _, params, rest = nnx.split(model, nnx.Param, ...)
+        _refuse_state(type(model).__name__, _variables(rest))
+        return params
+    params = getattr(model, "params", model)
+    if isinstance(params, Mapping) and "params" in params:
+        _refuse_state("of Linen", {f"collection {key!r}" for key in params if key != "params"})
+        params = params["params"]
+    return params
+
+
+def _variables(state: nnx.State) -> set[str]:
+    return {
+        f"{'.'.join(map(str, path))} ({type(variable).__name__})"
+        for path, variable in nnx.to_flat_state(state)
+    }
+
+
 def _nnx(constructor: Callable[..., nnx.Module], example_inputs: tuple) -> Network:
     construct = _by_rngs(constructor)
     abstract = nnx.eval_shape(lambda: construct(nnx.Rngs(0)))
     if not isinstance(abstract, nnx.Module):
         raise TypeError(f"module must construct an nnx.Module, got {type(abstract).__name__}")
     graph, params, rest = nnx.split(abstract, nnx.Param, ...)
-    _refuse_state(
-        type(abstract).__name__,
-        {
-            f"{'.'.join(map(str, path))} ({type(variable).__name__})"
-            for path, variable in nnx.to_flat_state(rest)
-        },
-    )
+    _refuse_state(type(abstract).__name__, _variables(rest))
 
     def init(rng_key):
         return nnx.split(construct(nnx.Rngs(rng_key)), nnx.Param, ...)[1]

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jsvgd.flax.log_posterior import Likelihood, Position, gaussian_likelihood
+from jsvgd.flax.likelihoods import Likelihood, categorical_likelihood, gaussian_likelihood
+from jsvgd.flax.log_posterior import Position
 
-__all__ = ["Prediction", "log_predictive_density", "predict"]
+__all__ = ["Prediction", "class_probabilities", "log_predictive_density", "predict"]
 
 
 class Prediction(NamedTuple):
@@ -53,6 +54,7 @@ def predict(
       A ``Prediction`` in the units of the targets before standardisation.
     """
     likelihood = gaussian_likelihood() if likelihood is None else likelihood
+    _refuse_units_of_discrete(likelihood, target_mean, target_scale)
 
     def one(position):
         outputs = apply(position.params, inputs)
@@ -68,6 +70,29 @@ def predict(
         epistemic_sd=target_scale * jnp.sqrt(epistemic),
         aleatoric_sd=target_scale * jnp.sqrt(aleatoric),
     )
+
+
+def class_probabilities(
+    apply: Callable[..., jax.Array],
+    particles: Position,
+    inputs: jax.Array,
+    *,
+    likelihood: Likelihood | None = None,
+) -> jax.Array:
+    """Probabilities of the classes, averaged over the particles.
+
+    Args:
+      apply, particles, inputs: as for ``predict``.
+      likelihood: ``categorical_likelihood()`` where absent, or ``bernoulli_likelihood()``.
+
+    Returns:
+      (B, K), rows that add up to one; for a Bernoulli likelihood (..., 2), classes 0 and 1.
+    """
+    likelihood = categorical_likelihood() if likelihood is None else likelihood
+    if likelihood.kind not in ("class", "binary"):
+        raise ValueError(f"likelihood must be one of classes, got one of {likelihood.kind} targets")
+    mean = predict(apply, particles, inputs, likelihood=likelihood).mean
+    return mean if likelihood.kind == "class" else jnp.stack([1 - mean, mean], axis=-1)
 
 
 def log_predictive_density(
@@ -90,8 +115,11 @@ def log_predictive_density(
       (B,), log densities in the units of ``targets``: the standardisation's Jacobian is included.
     """
     likelihood = gaussian_likelihood() if likelihood is None else likelihood
+    _refuse_units_of_discrete(likelihood, target_mean, target_scale)
     targets = jnp.asarray(targets)
-    standardised = (targets - target_mean) / target_scale
+    standardised = targets
+    if likelihood.kind == "continuous":
+        standardised = (targets - target_mean) / target_scale
 
     def one(position):
         return likelihood.log_density(
@@ -103,3 +131,14 @@ def log_predictive_density(
     mixture = jax.scipy.special.logsumexp(log_densities, axis=0) - math.log(n)
     log_scales = jnp.broadcast_to(jnp.log(jnp.asarray(target_scale)), targets.shape[1:])
     return mixture - jnp.sum(log_scales)
+
+
+def _refuse_units_of_discrete(likelihood, target_mean, target_scale):
+    if likelihood.kind == "continuous":
+        return
+    for name, value, neutral in [
+        ("target_mean", target_mean, 0.0),
+        ("target_scale", target_scale, 1.0),
+    ]:
+        if not (isinstance(value, float | int) and value == neutral):
+            raise ValueError(f"{name} must be left out for counts and classes, got {value}")
