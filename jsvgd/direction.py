@@ -179,7 +179,7 @@ def _composite(
     # Only radial kernels have a bandwidth to check.
     h = bandwidth if radial else 1.0
     particles, scores, queries, h = _check_arrays(particles, scores, queries, h)
-    _check_names(precision, implementation)
+    dispatch.check_names(precision, implementation)
     dtype = compute_dtype(particles, scores)
     x, s = particles.astype(dtype), scores.astype(dtype)
     y = None if queries is None else queries.astype(dtype)
@@ -205,16 +205,6 @@ def _check_repulsion(repulsion, dtype) -> jax.Array:
     return repulsion
 
 
-def _check_names(precision, implementation):
-    if precision not in dispatch.PRECISIONS:
-        raise ValueError(f"precision must be one of {dispatch.PRECISIONS}, got {precision!r}")
-    if implementation is not None and implementation not in dispatch.IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be None or one of {dispatch.IMPLEMENTATIONS}, "
-            f"got {implementation!r}"
-        )
-
-
 def _check_arrays(particles, scores, queries, bandwidth):
     particles = check_matrix("particles", particles)
     scores = check_matrix("scores", scores)
@@ -233,7 +223,7 @@ def _check_arrays(particles, scores, queries, bandwidth):
 
 
 def _check_config(particles, scores, queries, *, kernel, precision, implementation) -> Config:
-    _check_names(precision, implementation)
+    dispatch.check_names(precision, implementation)
     dtype = compute_dtype(particles, scores)
     n, d = particles.shape
     m = n if queries is None else queries.shape[0]

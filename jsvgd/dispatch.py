@@ -57,8 +57,7 @@ def which_implementation(
       >>> which_implementation(1000, 50, platform="cpu").implementation
       'xla'
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+    check_names(precision)
     return choose(
         num_particles,
         num_particles if num_queries is None else num_queries,
@@ -68,6 +67,16 @@ def which_implementation(
         precision=precision,
         platform=platform or jax.default_backend(),
     )
+
+
+def check_names(precision: str, implementation: str | None = None) -> None:
+    """Raises ValueError for a precision or an implementation that does not exist."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
+        )
 
 
 def choose(n, m, d, *, dtype, kernel, precision, platform) -> Choice:

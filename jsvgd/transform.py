@@ -87,13 +87,7 @@ def scale_by_svgd(
     check_bandwidth_choice(bandwidth)
     preconditioner = as_preconditioner(preconditioner, refresh_every)
     temperature_at = as_temperature(temperature)
-    if precision not in dispatch.PRECISIONS:
-        raise ValueError(f"precision must be one of {dispatch.PRECISIONS}, got {precision!r}")
-    if implementation is not None and implementation not in dispatch.IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be None or one of {dispatch.IMPLEMENTATIONS}, "
-            f"got {implementation!r}"
-        )
+    dispatch.check_names(precision, implementation)
 
     def init(params):
         check_particles("params", params)
