@@ -1,0 +1,202 @@
+"""Time and memory of the exact median bandwidth beside the median by sorting, over N and d.
+
+    python -m experiments.benchmark_bandwidth [--quick] [--output DIR]
+
+Particles N(0, I). "jsvgd" is ``median_bandwidth``, "sort" is ``jnp.median`` of the N x N matrix of
+squared distances (a matrix product, then XLA's sort), left out above --largest-sort particles. "with
+gradient" is ``value_and_grad``. Times are medians of three compiled loops in this one run; memory is the
+arguments, results and scratch of the compiled program. A whole step (median, direction, update) stands
+beside BlackJAX's where that is installed. Prints a table, writes benchmark_bandwidth.json and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+import jsvgd
+from experiments.command_line import Parser, integer, output_folder, require, run_script
+from experiments.timing import compiled_with_memory, seconds_a_call
+
+__all__ = ["main", "measure", "measure_step"]
+
+GROWTH = {
+    "cpu": [(100, 50), (300, 50), (1000, 50), (3000, 50), (10_000, 50), (20_000, 10)],
+    "gpu": [(256, 64), (1024, 64), (4096, 64), (16_384, 64), (65_536, 64)],
+}
+DIMENSIONS = {
+    "cpu": [(1000, 2), (1000, 8), (1000, 200), (1000, 1000)],
+    "gpu": [(4096, 2), (4096, 16), (4096, 256)],
+}
+STEPS = {"cpu": [(100, 50), (1000, 50), (3000, 50)], "gpu": [(1024, 32), (4096, 64), (16_384, 64)]}
+QUICK = [(64, 2), (200, 20)]
+
+
+def median_by_sort(x: jax.Array) -> jax.Array:
+    """What one writes without a library; its even-length median is the mean of the middle two."""
+    x = x - jnp.mean(x, axis=0)
+    norms = jnp.sum(x * x, axis=1)
+    products = jnp.matmul(x, x.T, precision=jax.lax.Precision.HIGHEST)
+    squared = jnp.maximum(norms[:, None] + norms[None] - 2 * products, 0)
+    return jnp.maximum(jnp.median(squared), 1e-5) / max(math.log(x.shape[0]), 1.0)
+
+
+def value_and_gradient(x: jax.Array) -> jax.Array:
+    """h and its gradient, folded into one array so that neither can be left out."""
+    h, gradient = jax.value_and_grad(jsvgd.median_bandwidth)(x)
+    return gradient + h
+
+
+def measure(n: int, d: int, *, largest_sort: int) -> list[dict]:
+    """One row for each way to the bandwidth of n particles in d dimensions."""
+    x = jax.random.normal(jax.random.key(0), (n, d))
+    ways = {"jsvgd": jsvgd.median_bandwidth, "with gradient": value_and_gradient}
+    if n <= largest_sort:
+        ways["sort"] = median_by_sort
+    rows = []
+    for name, function in ways.items():
+        compiled, held = compiled_with_memory(function, x)
+        value = float(jnp.ravel(compiled(x))[0])
+
+        def moves(x, function=function):
+            return jnp.broadcast_to(function(x), x.shape)
+
+        milliseconds = 1e3 * seconds_a_call(moves, x)
+        rows.append(
+            {"name": name, "n": n, "d": d, "milliseconds": milliseconds, "bytes": held}
+            | ({"bandwidth": value} if name != "with gradient" else {})
+        )
+    return rows
+
+
+def measure_step(n: int, d: int) -> list[dict]:
+    """A whole step of jsvgd, and of BlackJAX where it is installed."""
+    x = jax.random.normal(jax.random.key(0), (n, d))
+
+    def direction(x):  # seconds_a_call adds the update
+        return jsvgd.svgd_direction(x, -x, jsvgd.median_bandwidth(x))
+
+    row = {"name": "jsvgd step", "n": n, "d": d}
+    rows = [row | {"milliseconds": 1e3 * seconds_a_call(direction, x)}]
+    try:
+        import blackjax
+        import optax
+    except ImportError:
+        print("BlackJAX is not installed: its step is not measured")
+        return rows
+    algorithm = blackjax.svgd(lambda p: -p, optax.sgd(1e-6))
+
+    def step(state):  # all of the state, or its median would be left out as unused
+        return algorithm.step(state._replace(kernel_parameters=dict(state.kernel_parameters)))
+
+    seconds = seconds_a_call(step, algorithm.init(x))
+    return [*rows, row | {"name": "BlackJAX step", "milliseconds": 1e3 * seconds}]
+
+
+def describe(row: dict, rows: list[dict]) -> str:
+    """A line of the table."""
+    text = f"{row['n']:6d} x {row['d']:<5d} {row['name']:14s} {row['milliseconds']:10.3f} ms"
+    own = {"sort": "jsvgd", "BlackJAX step": "jsvgd step"}.get(row["name"])
+    for other in rows:
+        if own == other["name"] and (other["n"], other["d"]) == (row["n"], row["d"]):
+            text += f"  {row['milliseconds'] / other['milliseconds']:6.1f}x"
+            if "bandwidth" in other:
+                difference = abs(row["bandwidth"] / other["bandwidth"] - 1)
+                text += f"  relative difference {difference:.0e}"
+    if "bytes" in row:
+        text += f"  {row['bytes'] / 1e6:8.1f} MB"
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict]:
+    parser = Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog=None
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: does the script run?")
+    parser.add_argument(
+        "--largest-sort",
+        type=integer(0),
+        default=None,
+        help="most particles sorted (default: 3000 on the CPU, 16384 on a GPU)",
+    )
+    parser.add_argument("--output", default="output/benchmark_bandwidth")
+    options = parser.parse_args(arguments)
+    require("matplotlib")
+    folder = output_folder(options.output)
+    device = jax.devices()[0]
+    kind = "gpu" if device.platform == "gpu" else "cpu"
+    largest_sort = options.largest_sort
+    if largest_sort is None:
+        largest_sort = 16_384 if kind == "gpu" else 3000
+    rows: list[dict] = []
+    report = {
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python -m experiments.benchmark_bandwidth",
+        "rows": rows,
+    }
+
+    def add(new: list[dict]) -> None:
+        for row in new:
+            rows.append(row)
+        for row in new:
+            print(describe(row, rows), flush=True)
+        (folder / "benchmark_bandwidth.json").write_text(json.dumps(report, indent=1))
+
+    for n, d in QUICK if options.quick else GROWTH[kind] + DIMENSIONS[kind]:
+        add(measure(n, d, largest_sort=largest_sort))
+    for n, d in QUICK if options.quick else STEPS[kind]:
+        add(measure_step(n, d))
+    _draw(folder / "benchmark_bandwidth.png", rows, f"{report['device']}, JAX {report['jax']}")
+    print(f"{report['device']}, JAX {report['jax']}: written to {folder}")
+    return rows
+
+
+def _draw(path, rows, title):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    d = max({row["d"] for row in rows}, key=lambda d: len({r["n"] for r in rows if r["d"] == d}))
+    styles = {
+        "jsvgd": ("#2c6fad", "o"),
+        "with gradient": ("#7fb2dd", "^"),
+        "sort": ("#c0392b", "s"),
+    }
+    for name, (color, marker) in styles.items():
+        points = sorted(
+            (row["n"], row["milliseconds"], row["bytes"] / 1e6)
+            for row in rows
+            if row["name"] == name and row["d"] == d
+        )
+        for axis, column in zip(axes, (1, 2), strict=True):
+            axis.loglog(
+                [p[0] for p in points],
+                [p[column] for p in points],
+                marker=marker,
+                color=color,
+                label=name,
+            )
+    axes[0].set(xlabel="particles N", ylabel="milliseconds", title=f"time, d = {d}")
+    axes[1].set(xlabel="particles N", ylabel="MB", title=f"memory, d = {d}")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    axes[0].legend(frameon=False)
+    figure.suptitle(f"The median bandwidth, exact: {title}")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    run_script(main)
