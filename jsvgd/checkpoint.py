@@ -228,8 +228,11 @@ def _packed(leaf):
 
 def _unpacked(array, like):
     if jnp.issubdtype(_abstract(like).dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(like))
-    return jnp.asarray(array)
+        return jax.random.wrap_key_data(
+            jnp.asarray(np.asarray(array)), impl=jax.random.key_impl(like)
+        )
+    # Through NumPy: Orbax's arrays are tied to a device, for which the steps would compile anew.
+    return jnp.asarray(np.asarray(array))
 
 
 def _key_description(rng_key: jax.Array) -> str:
