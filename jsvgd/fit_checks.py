@@ -148,13 +148,15 @@ def basin_check(density: Callable, start: jax.Array, particles: jax.Array) -> fl
     one = z[np.argmax(np.sum((z - z[0]) ** 2, axis=1))]
     distances = np.sqrt(np.sum((z - one) ** 2, axis=1))
     other = z[np.argmax(distances)]
-    nearer = distances < np.sqrt(np.sum((z - other) ** 2, axis=1))
     apart = distances.max()
+    if apart < 4:
+        return 0.0
+    nearer = distances < np.sqrt(np.sum((z - other) ** 2, axis=1))
     within = max(
         np.sqrt(np.mean(np.sum((group - group.mean(axis=0)) ** 2, axis=1)))
         for group in (z[nearer], z[~nearer])
     )
-    if apart < 4 or within > apart / 8:
+    if within > apart / 8:
         return 0.0
     return float(min(nearer.mean(), 1 - nearer.mean()))
 

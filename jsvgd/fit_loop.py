@@ -106,10 +106,15 @@ class Record(NamedTuple):
 
 
 def scores_of(logdensity: Callable, particles: jax.Array, batch_size: int | None) -> jax.Array:
-    """grad log p, (N, d)."""
+    """grad log p, (N, d); NaN where log p itself is not finite."""
+
+    def score(x):
+        value, gradient = jax.value_and_grad(logdensity)(x)
+        return jnp.where(jnp.isfinite(value), gradient, jnp.nan)
+
     if batch_size is None:
-        return jax.vmap(jax.grad(logdensity))(particles)
-    return lax.map(jax.grad(logdensity), particles, batch_size=batch_size)
+        return jax.vmap(score)(particles)
+    return lax.map(score, particles, batch_size=batch_size)
 
 
 @functools.partial(jax.jit, static_argnums=0)
