@@ -31,6 +31,7 @@ class Target(NamedTuple):
       constrain: unconstrained (d,) -> parameters (p,).
       parameters: their p names.
       draws: reference draws of the parameters, (M, p), float64.
+      unconstrained_draws: the same, (M, d).
       mean, sd: of the parameters, (p,); exact where known, of all reference draws otherwise.
     """
 
@@ -40,6 +41,7 @@ class Target(NamedTuple):
     constrain: Callable
     parameters: list[str]
     draws: np.ndarray
+    unconstrained_draws: np.ndarray
     mean: np.ndarray
     sd: np.ndarray
 
@@ -66,6 +68,24 @@ def _regression(design, outcome, log_prior):
         return u.at[-1].set(jnp.exp(u[-1]))
 
     return design.shape[1] + 1, logdensity, constrain
+
+
+def _log_last(draws):
+    return np.concatenate([draws[:, :-1], np.log(draws[:, -1:])], axis=1)
+
+
+def _eight_schools_back(draws):
+    theta, mu, tau = draws[:, :-2], draws[:, -2:-1], draws[:, -1:]
+    return np.concatenate([(theta - mu) / tau, mu, np.log(tau)], axis=1)
+
+
+def _garch_back(draws):
+    mu, alpha0, alpha1, beta1 = draws.T
+    return np.stack([mu, np.log(alpha0), _logit(alpha1), _logit(beta1 / (1 - alpha1))], axis=1)
+
+
+def _logit(p):
+    return np.log(p) - np.log1p(-p)
 
 
 def _product(matrix, vector):
@@ -174,6 +194,11 @@ MODELS = {
     "garch-garch11": _garch,
 }
 
+# From parameters to the unconstrained vector; the regressions take the logarithm of the last.
+_BACK = {
+    "eight_schools-eight_schools_noncentered": _eight_schools_back,
+    "garch-garch11": _garch_back,
+}
 _ORDER = {"eight_schools-eight_schools_noncentered": [f"theta[{i}]" for i in range(1, 9)]}
 
 
@@ -204,6 +229,7 @@ def load_posterior(folder: Path) -> Target:
         constrain,
         names,
         draws,
+        _BACK.get(folder.name, _log_last)(draws),
         draws.mean(0),
         draws.std(0, ddof=1),
     )
@@ -233,7 +259,9 @@ def analytic_targets(num_draws: int = 10_000) -> list[Target]:
     def target(name, logdensity, draws, sd):
         d = draws.shape[1]
         names = [f"x[{i}]" for i in range(1, d + 1)]
-        return Target(name, d, logdensity, lambda u: u, names, draws, np.zeros(d), np.asarray(sd))
+        return Target(
+            name, d, logdensity, lambda u: u, names, draws, draws, np.zeros(d), np.asarray(sd)
+        )
 
     return [
         target("normal-50", standard, normal, np.ones(50)),
