@@ -1,0 +1,226 @@
+"""Liu and Wang's Bayesian network in jsvgd and in NumPyro's SteinVI: time a step, and test metrics.
+
+    python -m experiments.benchmark_steinvi                  # concrete, five random splits
+
+One model, one set of first particles a split, one order of minibatches, one optimiser and one bandwidth
+rule (NumPyro's). NumPyro runs its own SVGD, a ``SteinVI`` with point masses as components: its repulsion
+is N times weaker than in Liu and Wang's paper, since it sums the attraction over the particles and
+averages the repulsion; --repulsion scales that up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jsvgd
+import jsvgd.flax
+from experiments.command_line import InputError, Parser, integer, positive, run_script
+from experiments.liu_wang_network import (
+    Experiment,
+    adagrad_with_decay,
+    evaluate,
+    fit_noise,
+    init_particles,
+    prepare,
+)
+from experiments.regression_data import load_concrete, load_uci, random_split, standardise
+from jsvgd.batches import batch_chooser
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; ``arguments`` are those of the process where None."""
+    options = _parse(arguments)
+    if options.data is None:
+        data = load_concrete()
+        splits = [random_split(len(data.targets), seed) for seed in range(options.splits)]
+    else:
+        data, splits = load_uci(options.data)
+        splits = splits[: options.splits]
+    prepared = [standardise(data, split) for split in splits]
+    rows = len(prepared[0].train[1])
+    experiment = prepare(
+        data.inputs.shape[1],
+        rows,
+        num_particles=options.particles,
+        num_steps=options.steps,
+        batch_size=options.batch,
+        learning_rate=options.learning_rate,
+    )
+    sampler = jsvgd.svgd(
+        jsvgd.flax.log_posterior(experiment.network.apply, data_size=rows),
+        adagrad_with_decay(options.learning_rate),
+        bandwidth="numpyro",
+    )
+    experiment = experiment._replace(sampler=sampler)
+    advance = {
+        "jsvgd": _jsvgd(experiment),
+        "NumPyro SteinVI": _numpyro(experiment, options, prepared[0]),
+    }
+    first = init_particles(
+        experiment.network, options.particles, jax.random.key(0), prepared[0].train
+    )
+    dimension = sum(leaf.size for leaf in jax.tree.leaves(first)) // options.particles
+    print(
+        f"{data.name}: {rows} rows to train on, {len(splits)} splits; {options.particles} particles "
+        f"of {dimension} numbers, batch {options.batch}, {options.steps} steps; "
+        f"JAX {jax.__version__} on {jax.devices()[0].device_kind}"
+    )
+    _compare_times(advance, first, prepared[0], options)
+    _compare_metrics(advance, experiment, prepared, options)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m experiments.benchmark_steinvi",
+        description="Time a step and test metrics of jsvgd and of NumPyro's SteinVI on one network.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--data", metavar="DIR", help="folder of a UCI set with splits (absent: concrete)")
+    add("--splits", type=integer(2), default=5, help="splits to train on")
+    add("--particles", type=integer(2), default=20, help="networks")
+    add("--steps", type=integer(1), default=2000, help="steps a split")
+    add("--batch", type=integer(1), default=100, help="rows of a minibatch")
+    add("--learning-rate", type=positive, default=1e-3, help="of AdaGrad with decay")
+    add("--repulsion", type=positive, default=1.0, help="SteinVI's repulsion_temperature")
+    add("--timed-steps", type=integer(1), default=200, help="steps of a timed call")
+    return parser.parse_args(arguments)
+
+
+def _jsvgd(experiment: Experiment):
+    """``advance(key, particles, train, steps) -> particles``."""
+
+    def advance(key, particles, train, steps):
+        state = experiment.sampler.init(particles)
+        state, _ = jsvgd.run(
+            key,
+            experiment.sampler,
+            state,
+            steps,
+            data=train,
+            batch_size=experiment.batch_size,
+            every=steps,
+        )
+        return state.particles
+
+    return advance
+
+
+def _numpyro(experiment: Experiment, options, data):
+    try:
+        import numpyro
+        import numpyro.distributions as dist
+        from numpyro.contrib.einstein import SVGD, RBFKernel
+    except ImportError as error:
+        raise InputError(f"NumPyro is needed: pip install numpyro ({error})") from error
+
+    structure, shapes = _sites(experiment)
+    log_gamma = dist.TransformedDistribution(
+        dist.Gamma(1.0, 0.1), dist.transforms.ExpTransform().inv
+    )
+    train_rows = len(data.train[1])
+
+    def model(inputs, targets):
+        log_noise = numpyro.sample("likelihood", log_gamma)
+        log_precision = numpyro.sample("prior", log_gamma)
+        sd = jnp.exp(-0.5 * log_precision)
+        leaves = [
+            numpyro.sample(name, dist.Normal(0.0, sd).expand(shape).to_event(len(shape)))
+            for name, shape in shapes.items()
+        ]
+        mean = experiment.network.apply(jax.tree.unflatten(structure, leaves), inputs)
+        scale = numpyro.handlers.scale(scale=train_rows / len(targets))
+        with scale, numpyro.plate("rows", len(targets)):
+            numpyro.sample("y", dist.Normal(mean, jnp.exp(-0.5 * log_noise)), obs=targets)
+
+    optimizer = numpyro.optim.optax_to_numpyro(adagrad_with_decay(options.learning_rate))
+    stein = SVGD(model, optimizer, RBFKernel(), num_stein_particles=options.particles)
+    batch = jax.tree.map(lambda a: jnp.asarray(a[: options.batch]), data.train)
+    template = stein.init(jax.random.key(0), *batch)
+    template = template._replace(repulsion_temperature=options.repulsion)
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def advance(key, particles, train, steps):
+        leaves = [*jax.tree.leaves(particles.params), particles.likelihood, particles.prior]
+        names = [*shapes, "likelihood", "prior"]
+        params = {f"{name}_auto_loc": leaf for name, leaf in zip(names, leaves, strict=True)}
+        state = template._replace(optim_state=optimizer.init(params))
+        _, order_key = jax.random.split(key)
+        order_at, choose = batch_chooser(options.batch, order_key, train, jnp.int32(0))
+
+        def step(i, carry):
+            state, order = carry
+            (rows,), order = choose(i, order)
+            return stein.update(state, *rows)[0], order
+
+        state, _ = jax.lax.fori_loop(0, steps, step, (state, order_at(jnp.int32(0))))
+        params = stein.get_params(state)
+        found = [params[f"{name}_auto_loc"] for name in names]
+        return jsvgd.flax.Position(jax.tree.unflatten(structure, found[:-2]), *found[-2:])
+
+    return advance
+
+
+def _sites(experiment: Experiment):
+    params = jax.eval_shape(experiment.network.init, jax.random.key(0))
+    leaves, structure = jax.tree.flatten(params)
+    return structure, {f"w{i}": leaf.shape for i, leaf in enumerate(leaves)}
+
+
+def _compare_times(advance, first, data, options) -> None:
+    train = jax.tree.map(jnp.asarray, data.train)
+    steps = options.timed_steps
+    seconds: dict[str, list[float]] = {name: [] for name in advance}
+    for repeat in range(4):  # the first one compiles
+        for name, function in advance.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(function(jax.random.key(repeat), first, train, steps))
+            seconds[name].append((time.perf_counter() - begin) / steps)
+    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    for name, median in medians.items():
+        print(f"{name:<16} {1e3 * median:8.3f} ms a step (median of 3 calls of {steps} steps)")
+    ours, theirs = medians.values()
+    print(f"ratio {theirs / ours:.1f}: jsvgd takes {ours / theirs:.3f} of the time")
+
+
+def _compare_metrics(advance, experiment, prepared, options) -> None:
+    metrics: dict[str, list] = {name: [] for name in advance}
+    for i, data in enumerate(prepared):
+        init_key, run_key = jax.random.split(jax.random.fold_in(jax.random.key(1), i))
+        first = init_particles(experiment.network, options.particles, init_key, data.train)
+        train = jax.tree.map(jnp.asarray, data.train)
+        for name, function in advance.items():
+            particles = function(run_key, first, train, options.steps)
+            particles = fit_noise(experiment.network, particles, data.held_out)
+            outcome = evaluate(experiment, particles, data)
+            metrics[name].append((outcome.rmse, outcome.log_likelihood))
+    ours, theirs = (np.array(values) for values in metrics.values())
+    for j, what in enumerate(("test RMSE", "test log-likelihood")):
+        for name, values in zip(metrics, (ours, theirs), strict=True):
+            mean, error = _mean_and_error(values[:, j])
+            print(f"{what:<20} {name:<16} {mean:8.3f} ± {error:.3f}")
+        difference, error = _mean_and_error(ours[:, j] - theirs[:, j])
+        both = math.hypot(*(_mean_and_error(values[:, j])[1] for values in (ours, theirs)))
+        print(
+            f"{what:<20} {'difference':<16} {difference:8.3f} ± {error:.3f} paired, "
+            f"{abs(difference) / both:.2f} standard errors of two independent means"
+        )
+
+
+def _mean_and_error(values: np.ndarray) -> tuple[float, float]:
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
+
+
+if __name__ == "__main__":
+    run_script(main)
