@@ -268,7 +268,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, ar
     with pytest.raises(SystemExit) as exit_:
         run_script(bayesian_nn.main)
     assert exit_.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line and "step/s" not in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line and "%|" not in line]
     assert len(lines) == 1 and message in lines[0]
 
 
