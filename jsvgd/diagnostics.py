@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jsvgd import stein_terms
 from jsvgd.arguments import check_bandwidth, check_matrix
 from jsvgd.bandwidth import resolve_bandwidth
+from jsvgd.composite import as_kernel
 from jsvgd.kernels import RadialKernel, get_kernel
 from jsvgd.streamed import map_row_blocks
 
@@ -50,8 +52,9 @@ def ksd(
       scores: (N, d), grad log p at the particles.
       bandwidth: h, in any form that ``resolve_bandwidth`` takes; the length scale of the kernel is
         sqrt(h). By default sqrt(h) is the median distance between particles.
-      kernel: "imq", (1 + |x - y|^2 / h)^(-1/2); "rbf", exp(-|x - y|^2 / (2 h)); or a
-        ``RadialKernel``. The rbf kernel misses divergence in many dimensions.
+      kernel: "imq", (1 + |x - y|^2 / h)^(-1/2); "rbf", exp(-|x - y|^2 / (2 h)); any other kernel of
+        ``svgd_direction``: a ``RadialKernel``, "linear" (of the first two moments alone), a sum, a
+        function k(x, y). The rbf kernel misses divergence in many dimensions.
       statistic: "v" or "u".
 
     Returns:
@@ -90,7 +93,13 @@ def ksd_contributions(
     x, s = check_particles_and_scores(particles, scores)
     n = x.shape[0]
     _check_statistic(statistic, "particles", n)
-    kernel = get_kernel(kernel)
+    kernel = as_kernel(kernel)
+    if not isinstance(kernel, RadialKernel):
+
+        def radial(term):
+            return ksd_contributions(x, s, bandwidth=bandwidth, kernel=term, statistic=statistic)
+
+        return stein_terms.contributions(radial, x, s, kernel=kernel, statistic=statistic)
     h = check_bandwidth(resolve_bandwidth(bandwidth, x), x.shape[1]).astype(x.dtype)
     stein = stein_kernel(x, s, h, kernel)
     sums = _row_sums(lambda rows: stein(x[rows], s[rows]), n, n, without_diagonal=True)

@@ -7,6 +7,7 @@ import pytest
 
 import jsvgd
 from jsvgd.composite import FunctionKernel, LinearKernel, as_kernel
+from jsvgd.diagnostics import ksd
 from jsvgd.kernels import IMQ, RBF, KernelSum, RadialKernel
 from tests.problems import draw, relative_error
 
@@ -186,6 +187,41 @@ def test_update_and_low_precision():
     low = jsvgd.svgd_direction(jnp.bfloat16(x), jnp.bfloat16(s), 1.0, kernel=kernel)
     assert low.dtype == jnp.bfloat16
     assert relative_error(low.astype(jnp.float32), phi) < 3e-2
+
+
+def stein_matrix(k, x, s):
+    """k_p by automatic differentiation of any k."""
+
+    def pair(p, sp, q, sq):
+        trace = jnp.trace(jax.jacfwd(jax.grad(k), 1)(p, q))
+        return sp @ sq * k(p, q) + sp @ jax.grad(k, 1)(p, q) + sq @ jax.grad(k)(p, q) + trace
+
+    return jax.vmap(lambda p, a: jax.vmap(lambda q, b: pair(p, a, q, b))(x, s))(x, s)
+
+
+@pytest.mark.parametrize(("n", "d"), [(9, 3), (3, 5)])
+@pytest.mark.parametrize("statistic", ["v", "u"])
+def test_stein_discrepancy_of_kernels_that_add_up(x64, n, d, statistic):
+    x, s = map(jnp.asarray, draw(n, d, dtype=np.float64))
+    matrices = {
+        "linear": stein_matrix(linear(x.mean(0)), x, s),
+        "rbf": stein_matrix(rbf(1.7), x, s),
+    }
+    matrices["sum"] = matrices["rbf"] + 0.1 * matrices["linear"]
+    kernels = {"linear": "linear", "rbf": rbf(1.7), "sum": RBF + 0.1 * LinearKernel()}
+    for name, kernel in kernels.items():
+        value = ksd(x, s, bandwidth=1.7, kernel=kernel, statistic=statistic)
+        expected = jnp.sqrt(jnp.mean(matrices[name]))
+        if statistic == "u":
+            expected = (jnp.sum(matrices[name]) - jnp.trace(matrices[name])) / (n * (n - 1))
+        assert np.allclose(value, expected, rtol=1e-10), name
+
+
+def test_linear_discrepancy_is_stein_identity_of_two_moments(x64):
+    x, s = map(jnp.asarray, draw(20, 3, dtype=np.float64))
+    moments = (x - x.mean(0)).T @ s / 20 + np.eye(3)
+    expected = jnp.sum(s.mean(0) ** 2) + jnp.sum(moments**2)
+    assert np.allclose(ksd(x, s, kernel="linear") ** 2, expected)
 
 
 def test_a_profile_of_ones_own_in_a_sum():
