@@ -99,49 +99,63 @@ def target_check(particles: jax.Array, scores: jax.Array) -> TargetCheck:
     return TargetCheck(first, second, jnp.sqrt(squared), squared / independent)
 
 
-CLIMBERS, CLIMB_STEPS = 100, 200
+CLIMBERS, CLIMB_STEPS, LAST_STEPS = 100, 200, 30
+# A group of end points counts from this share on, and where its log density is at most so much below the
+# least probable particle.
+SMALLEST_BASIN, DEPTH = 0.05, 10.0
+
+
+class _Climb(NamedTuple):
+    """End points z (M, d), whitened; whether they have come to rest; whether they are as probable."""
+
+    z: jax.Array
+    arrived: jax.Array
+    probable: jax.Array
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _climb(density: Callable, start: jax.Array, particles: jax.Array) -> tuple:
+def _climb(density: Callable, start: jax.Array, particles: jax.Array) -> _Climb:
     """Gradient ascent from the starting points (M, d) in the whitened coordinates of the particles.
 
-    Steps are a share of the distance from the particles' mean, falling from a tenth to a thousandth, and
-    never longer than a Newton step at covariance I.
+    Steps go along the gradient for a share of the distance from the particles' mean, falling from a tenth
+    to a thousandth: at a mode they turn on the spot.
     """
     mean, factor = centre(particles), covariance_factor(particles)
     score = jax.vmap(jax.grad(density))
 
+    def norm(rows):
+        return jnp.sqrt(jnp.sum(rows**2, axis=1, keepdims=True))
+
     def step(i, carry):
-        z, _ = carry
+        z, earlier, path = carry
         s = whitened_scores(factor, score(mean + from_whitened(factor, z)))
         s = jnp.where(jnp.isfinite(s), s, 0)
-        length = jnp.sqrt(jnp.sum(s**2, axis=1, keepdims=True))
-        share = 0.1 * 0.01 ** (i / CLIMB_STEPS)
-        reach = share * (1 + jnp.sqrt(jnp.sum(z**2, axis=1, keepdims=True)))
-        move = s * jnp.minimum(1.0, reach / (length + 1e-30))
-        return z + move, jnp.where(i == CLIMB_STEPS - 30, z, carry[1])
+        reach = 0.1 * 0.01 ** (i / CLIMB_STEPS) * (1 + norm(z))
+        last = i >= CLIMB_STEPS - LAST_STEPS
+        earlier, path = jnp.where(last, earlier, z), path + jnp.where(last, reach, 0)
+        return z + s * reach / (norm(s) + 1e-30), earlier, path
 
     z = to_whitened(factor, start - mean)
-    z, earlier = jax.lax.fori_loop(0, CLIMB_STEPS, step, (z, z))
-    moved = jnp.sqrt(jnp.sum((z - earlier) ** 2, axis=1))
-    return z, moved < 0.1 * (1 + jnp.sqrt(jnp.sum(z**2, axis=1)))
+    z, earlier, path = jax.lax.fori_loop(0, CLIMB_STEPS, step, (z, z, jnp.zeros_like(z[:, :1])))
+    heights = jax.vmap(density)(mean + from_whitened(factor, z))
+    least = jnp.min(jax.vmap(density)(particles))
+    return _Climb(z, (norm(z - earlier) < 0.3 * path)[:, 0], heights > least - DEPTH)
 
 
 def basin_check(density: Callable, start: jax.Array, particles: jax.Array) -> float:
     """Do the starting points lie in the basins of one mode? Share of those that do not.
 
-    Up to 100 of them climb the log density. Where the end points of those that arrive form two groups
-    four standard deviations of the particles apart, or more, there are two modes: SVGD may have
-    brought all particles into one of them, which nothing in the particles shows.
+    Up to 100 of them climb the log density. Where the end points of those that come to rest, as probable
+    as the particles, form two groups four standard deviations of the particles apart, or more, there
+    are two modes: SVGD may have brought all particles into one, which nothing in them shows.
 
     Args:
       density: log density of a vector (d,), hashable.
       start: starting points, (N, d).
       particles: (N, d), finite.
     """
-    z, arrived = _climb(density, start[:CLIMBERS], particles)
-    z = np.asarray(z, np.float64)[np.asarray(arrived)]
+    climb = _climb(density, start[:CLIMBERS], particles)
+    z = np.asarray(climb.z, np.float64)[np.asarray(climb.arrived & climb.probable)]
     if len(z) < 4:
         return 0.0
     # The farthest point from the first, and the one farthest from that, are in two groups if any are.
@@ -156,9 +170,8 @@ def basin_check(density: Callable, start: jax.Array, particles: jax.Array) -> fl
         np.sqrt(np.mean(np.sum((group - group.mean(axis=0)) ** 2, axis=1)))
         for group in (z[nearer], z[~nearer])
     )
-    if within > apart / 8:
-        return 0.0
-    return float(min(nearer.mean(), 1 - nearer.mean()))
+    share = float(min(nearer.mean(), 1 - nearer.mean()))
+    return share if within < apart / 8 and share >= SMALLEST_BASIN else 0.0
 
 
 class SplitCheck(NamedTuple):
