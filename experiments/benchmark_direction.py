@@ -1,11 +1,12 @@
 """Time, error and memory of the direction and its gradient beside what else a user could pick.
 
     python -m experiments.benchmark_direction [--quick] [--peers] [--output DIR]
+    python -m experiments.benchmark_direction --table experiments/results/benchmark_direction.json
 
 Inputs N(0, I), scores -x + 0.1 noise, bandwidth about the median rule's. Every time is the median of three
 compiled loops (PyTorch: synchronised loops) in this one run; ratios compare within the run. "error" is
 ||out - ref64|| / ||ref64|| and "termwise" max |out - ref64| / sum of the terms' magnitudes, on 128 rows
-against the float64 oracle; for gradients the largest relative error of those in x and s (rows) against float64.
+against the float64 oracle; for gradients the largest relative error of those in x and s (rows) and h.
 Prints a table and writes benchmark_direction.json and a roofline picture into the output folder.
 """
 
@@ -297,8 +298,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny shapes: does the script run?")
     parser.add_argument("--peers", action="store_true", help="also PyTorch and BlackJAX")
+    parser.add_argument("--table", type=Path, help="print the README's table of kept results")
     parser.add_argument("--output", type=Path, default=Path("output/benchmark_direction"))
     options = parser.parse_args()
+    if options.table is not None:
+        print(table(json.loads(options.table.read_text())["rows"]))
+        return
     options.output.mkdir(parents=True, exist_ok=True)
     device = jax.devices()[0]
     rows = []
@@ -347,6 +352,38 @@ def main():
     write(options.output / "benchmark_direction.json", header)
     picture(rows, options.output / "benchmark_direction.png")
     print(f"{header['device']}, JAX {header['jax']}: written to {options.output}")
+
+
+def table(rows) -> str:
+    """Kept results as Markdown: jsvgd beside XLA, a line a shape."""
+    lines = [
+        "| work | N, d | implementation | ms | XLA float32 | XLA TF32 "
+        "| error (XLA float32, TF32) | memory (XLA) |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for ours in (row for row in rows if row["name"] == "jsvgd"):
+        others = {
+            row["name"]: row
+            for row in rows
+            if all(row[key] == ours[key] for key in ("work", "chains", "n", "d"))
+        }
+        ieee, tf32 = (others.get(f"XLA {kind}", {}) for kind in ("float32", "TF32"))
+
+        def slower(other, ours=ours):
+            return f"{other['milliseconds'] / ours['milliseconds']:.2f}x" if other else "-"
+
+        def shown(row, key, form):
+            return form(row[key]) if row.get(key) is not None else "-"
+
+        errors = [shown(row, "error", "{:.1e}".format) for row in (ours, ieee, tf32)]
+        sizes = [shown(row, "bytes", lambda b: f"{b / 1e6:.0f} MB") for row in (ours, ieee)]
+        chains = f"{ours['chains']} chains of " if ours["chains"] > 1 else ""
+        lines.append(
+            f"| {ours['work']} | {chains}{ours['n']}, {ours['d']} | {ours['implementation']} "
+            f"| {ours['milliseconds']:.3g} | {slower(ieee)} | {slower(tf32)} "
+            f"| {errors[0]} ({errors[1]}, {errors[2]}) | {sizes[0]} ({sizes[1]}) |"
+        )
+    return "\n".join(lines)
 
 
 def write(path, header):

@@ -1,0 +1,33 @@
+"""README says what the kept results say, and its example runs."""
+
+import json
+import pathlib
+import re
+
+from experiments.benchmark_direction import table
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_gpu_table_is_made_from_the_kept_results():
+    results = json.loads((ROOT / "experiments/results/benchmark_direction.json").read_text())
+    assert table(results["rows"]) in README
+    assert f"JAX {results['jax']}, {results['date']}" in README
+
+
+def test_the_ten_line_example_runs(capsys):
+    example = next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", README, re.S)
+        if "log_density" in block
+    )
+    exec(compile(example, "README.md", "exec"), {})
+    means, *_ = capsys.readouterr().out.splitlines()
+    assert "nan" not in means
+
+
+def test_ci_runs_the_command_of_the_readme():
+    commands = re.findall(r"```sh\n(python3 -m venv.*?)```", README, re.S)
+    assert len(commands) == 2
+    assert commands[1].strip() in (ROOT / ".ci/run").read_text()
