@@ -1,6 +1,7 @@
 """The streamed order statistic against sorting: to the bit, in every regime, with its gradient."""
 
 import functools
+import math
 
 import hypothesis
 import jax
@@ -54,10 +55,15 @@ def by_differences(n, d):
     return pairs.prepare(np.zeros((n, d), np.float32)).centred is None
 
 
+def power_of_two(x):
+    largest = float(np.max(np.abs(x)))
+    return 2.0 ** (math.frexp(largest)[1] - 1) if largest else 1.0
+
+
 def numpy_keys(x):
     """Differences squared and added from first to last, each operation rounded."""
     i, j = np.triu_indices(len(x), 1)
-    x = x / np.float32(2.0 ** np.floor(np.log2(np.max(np.abs(x)))))
+    x = x / np.float32(power_of_two(x))
     total = np.zeros(len(i), x.dtype)
     for c in range(x.shape[1]):
         total = total + (x[i, c] - x[j, c]) ** 2
@@ -133,8 +139,7 @@ def test_streamed_for_real(d):
     assert not pairs.PairLayout.of(6000).stored
     rank = median_rank(6000)
     value, gradient = jax.value_and_grad(lambda x: order_statistics(x, (rank,))[0])(x)
-    power = 2.0 ** np.floor(np.log2(np.max(np.abs(x))))
-    key = np.float32(value / power**2).view(np.int32)
+    key = np.float32(value / power_of_two(x) ** 2).view(np.int32)
     assert key == np.partition(numpy_keys(x), rank - 1)[rank - 1]
     assert np.count_nonzero(np.any(gradient != 0, axis=1)) >= 2
 
@@ -183,9 +188,9 @@ def test_counts_beyond_two_limbs_of_int32():
         return rank_search.Tally(counts, smallest, largest)
 
     for sample in (keys[::10], np.zeros(8, np.int32), np.full(8, 2**31 - 2, np.int32)):
-        for rank in (1, many, many + 1, 500 * many, 500 * many + 1, 1000 * many):
-            found = rank_search.search(one_pass, (rank,), 1000 * many, jnp.asarray(sample))
-            assert found[0] == keys[(rank - 1) // many]
+        ranks = (1, many, many + 1, 500 * many, 500 * many + 1, 1000 * many)
+        found = rank_search.search(one_pass, ranks, 1000 * many, jnp.asarray(sample))
+        np.testing.assert_array_equal(found, [keys[(rank - 1) // many] for rank in ranks])
 
 
 def test_a_pass_that_only_counts_is_enough_and_bounded():
@@ -239,7 +244,7 @@ def dense_ties(x, rank):
     return value, gradient, len(tied)
 
 
-@pytest.mark.parametrize("n, d", [(4, 1), (40, 2), (150, 3), (400, 2)])
+@pytest.mark.parametrize("n, d", [(4, 1), (150, 3)])
 @pytest.mark.parametrize("kind", ["normal", "lattice", "coincident"])
 def test_gradient_is_the_mean_over_tied_pairs(x64, n, d, kind):
     x = wide(cloud(kind, n, d, 1.0, 5))
@@ -272,7 +277,7 @@ def test_second_derivatives(x64, shape):
     def products(function):
         forward = jax.jvp(jax.grad(function), (x,), (dx,))[1]
         reverse = jax.grad(lambda x: jnp.vdot(jax.grad(function)(x), dx))(x)
-        return np.stack([forward, reverse])
+        return jnp.stack([forward, reverse])
 
     assert relative_error(products(streamed), products(dense)) < 1e-12
 
