@@ -44,8 +44,8 @@ def two_modes() -> Target:
     """0.3 N((-3, 0), I) + 0.7 N((3, 0), I): six standard deviations apart."""
 
     def log_density(x):
-        squared = jnp.sum((x - MODES) ** 2, axis=1)
-        return jax.scipy.special.logsumexp(jnp.log(WEIGHTS) - 0.5 * squared)
+        squared = jnp.sum((x - jnp.asarray(MODES)) ** 2, axis=1)
+        return jax.scipy.special.logsumexp(np.log(WEIGHTS) - 0.5 * squared)
 
     mean = WEIGHTS @ MODES
     variance = 1 + WEIGHTS @ (MODES - mean) ** 2
