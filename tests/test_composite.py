@@ -7,7 +7,7 @@ import pytest
 
 import jsvgd
 from jsvgd.composite import FunctionKernel, LinearKernel, as_kernel
-from jsvgd.diagnostics import ksd
+from jsvgd.diagnostics import ksd, ksd_contributions
 from jsvgd.kernels import IMQ, RBF, KernelSum, RadialKernel
 from tests.problems import draw, relative_error
 
@@ -215,6 +215,12 @@ def test_stein_discrepancy_of_kernels_that_add_up(x64, n, d, statistic):
         if statistic == "u":
             expected = (jnp.sum(matrices[name]) - jnp.trace(matrices[name])) / (n * (n - 1))
         assert np.allclose(value, expected, rtol=1e-10), name
+        rows = ksd_contributions(x, s, bandwidth=1.7, kernel=kernel, statistic=statistic)
+        sums = jnp.sum(matrices[name], axis=1)
+        if statistic == "u":
+            assert np.allclose(rows, (sums - jnp.diagonal(matrices[name])) / (n - 1)), name
+        else:
+            assert np.allclose(rows, sums / n), name
 
 
 def test_linear_discrepancy_is_stein_identity_of_two_moments(x64):
