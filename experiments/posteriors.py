@@ -215,7 +215,7 @@ def _picture(runs: list[Run], path: Path, n: int) -> None:
     axes.axvline(1, color="0.5", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xlim(0.05, 20)
-    ticks = [0.1, 0.3, 0.5, 0.8, 1, 1.25, 2, 5, 10]
+    ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10]
     axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     axes.set_yticks(range(len(methods)), methods)
     axes.invert_yaxis()
