@@ -68,11 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         score_batch_size=options.score_batch,
     )
     experiment = experiment._replace(sampler=sampler)
-    advance = {
-        "jsvgd": _jsvgd(experiment),
-        "NumPyro SteinVI": _numpyro("SteinVI", experiment, options, prepared[0]),
-        "NumPyro SVGD": _numpyro("SVGD", experiment, options, prepared[0]),
-    }
+    advance = {"jsvgd": _jsvgd(experiment)}
+    for kind in options.numpyro:
+        advance[f"NumPyro {kind}"] = _numpyro(kind, experiment, options, prepared[0])
     first = init_particles(
         experiment.network, options.particles, jax.random.key(0), prepared[0].train
     )
@@ -100,6 +98,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=integer(1), default=100, help="rows of a minibatch")
     add("--learning-rate", type=positive, default=1e-3, help="of AdaGrad with decay")
     add("--repulsion", type=positive, default=1.0, help="SteinVI's repulsion_temperature")
+    kinds = ["SteinVI", "SVGD"]
+    add("--numpyro", nargs="+", choices=kinds, default=kinds, help="what to run of NumPyro")
     add("--score-batch", type=integer(1), default=1, help="networks differentiated at a time")
     add("--timed-steps", type=integer(1), default=100, help="steps of a timed call")
     add("--repeats", type=integer(1), default=15, help="timed calls of each, in turn")
