@@ -219,7 +219,7 @@ def test_ctrl_c_saves_what_is_done(tmp_path):
 def test_killed_runs_resume_bitwise():
     """Two kills here; ``python -m experiments.kill_and_resume`` makes ten."""
     result = subprocess.run(
-        [sys.executable, "-m", "experiments.kill_and_resume", "--kills", "2", "--steps", "300"],
+        [sys.executable, "-m", "experiments.kill_and_resume", "--kills", "2", "--steps", "100"],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,

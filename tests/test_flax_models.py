@@ -333,10 +333,10 @@ def test_groups_that_cannot_be_are_named():
 
 
 def test_in_many_dimensions_a_kernel_a_layer_keeps_more_spread():
-    """On N(0, I_200) in layers of 4: the median rule collapses over 200 dimensions, not over 4."""
+    """On N(0, I_80) in layers of 4: the median rule collapses over 80 dimensions, not over 4."""
     particles = {
         f"layer{i}": {"w": np.random.default_rng(i).normal(size=(30, 4)).astype(np.float32)}
-        for i in range(50)
+        for i in range(20)
     }
     log_density = lambda p: -0.5 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p))
     variances = {}

@@ -124,7 +124,7 @@ def test_one_line_turns_an_ensemble_into_svgd(loop):
     assert far_from_zero.mean() > 0.8
     assert relative_error(moved[far_from_zero], 1e-2 * np.sign(phi)[far_from_zero]) < 1e-3
 
-    ensemble, svgd = trained(loop, 600), trained(changed, 600)
+    ensemble, svgd = trained(loop, 400), trained(changed, 400)
     for names in (ensemble, svgd):
         assert np.isfinite(names["loss"])
     error = np.mean(svgd["predictions"], axis=0) - target(rows()["x_new"])
