@@ -140,7 +140,9 @@ def _try_implementation(implementation: str, network: jsvgd.flax.Network, num_pa
     zeros = jnp.zeros((num_particles, dimension))
     try:
         jsvgd.svgd_direction(zeros, zeros, 1.0, implementation=implementation)
-    except Exception as error:  # what a compiler raises for a kernel it cannot build has no one type
+    except (
+        Exception
+    ) as error:  # what a compiler raises for a kernel it cannot build has no one type
         reason = str(error).strip().partition("\n")[0]
         raise InputError(
             f"--implementation must be one that runs here for {num_particles} particles of "
