@@ -185,21 +185,6 @@ def test_counts_are_exact_integers():
             np.testing.assert_allclose(total.minus(rank_search.Count.of(1)), value + small - 1)
 
 
-def test_a_pass_over_more_than_2_to_the_30_pairs():
-    steps = 1500
-    thresholds, end = jnp.array([5, 4], jnp.int32), jnp.array([9], jnp.int32)
-
-    def block(step):
-        return jnp.full((1024, 1024), 5, jnp.int32) + 0 * step
-
-    tally = jax.jit(
-        lambda: order_statistic.tally_pairs(block, steps, thresholds, jnp.array([-1]), end)
-    )()
-    assert int(tally.counts.high[0]) * 2**30 + int(tally.counts.low[0]) == steps * 2**20
-    assert tally.counts.high[1] == 0 and tally.counts.low[1] == 0
-    assert tally.smallest[0] == tally.largest[0] == 5
-
-
 def test_counts_beyond_two_limbs_of_int32():
     """Every key stands for 2**31 pairs: the search must pick the right one at the limits."""
     rng = np.random.default_rng(0)
