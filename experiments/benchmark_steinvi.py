@@ -2,11 +2,13 @@
 
     python -m experiments.benchmark_steinvi                  # concrete, five random splits
 
-One model, one set of first particles a split, one order of minibatches, one optimiser and one bandwidth
-rule (NumPyro's). NumPyro runs twice: ``SteinVI`` with point masses as components (``AutoDelta``) and its
-default of ten draws a gradient, and its subclass ``SVGD``, which takes one. In both the repulsion is N
-times weaker than in Liu and Wang's paper: they sum the attraction over the particles and average the
-repulsion; --repulsion scales that up.
+One model, one set of first particles a split, one optimiser and one bandwidth rule (NumPyro's). NumPyro
+runs in three ways: ``SteinVI`` with point masses as components (``AutoDelta``) and its default of ten draws a
+gradient; its subclass ``SVGD``, which takes one; and ``plate``, that is ``SVGD`` drawing its minibatches
+itself, in ``numpyro.plate(..., subsample_size=...)``, as its users write it: then every pair of particles
+gets a gradient of its own, N^2 a step. The first two are handed jsvgd's minibatches in its order, in a loop
+compiled here; "plate" is timed alone. In all the repulsion is N times weaker than in Liu and Wang's paper:
+NumPyro sums the attraction over the particles and averages the repulsion; --repulsion scales that up.
 
 On a CPU jsvgd differentiates the networks one after the other (--score-batch 1): their activations then
 stay in the cache.
@@ -40,6 +42,8 @@ from experiments.regression_data import load_concrete, load_uci, random_split, s
 from jsvgd.batches import batch_chooser
 
 __all__ = ["main"]
+
+PLATE = "NumPyro plate"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"JAX {jax.__version__} on {jax.devices()[0].device_kind}"
     )
     _compare_times(advance, first, prepared[0], options)
+    advance.pop(PLATE, None)
     _compare_metrics(advance, experiment, prepared, options)
 
 
@@ -98,7 +103,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=integer(1), default=100, help="rows of a minibatch")
     add("--learning-rate", type=positive, default=1e-3, help="of AdaGrad with decay")
     add("--repulsion", type=positive, default=1.0, help="SteinVI's repulsion_temperature")
-    kinds = ["SteinVI", "SVGD"]
+    kinds = ["SteinVI", "SVGD", "plate"]
     add("--numpyro", nargs="+", choices=kinds, default=kinds, help="what to run of NumPyro")
     add("--score-batch", type=integer(1), default=1, help="networks differentiated at a time")
     add("--timed-steps", type=integer(1), default=100, help="steps of a timed call")
@@ -148,15 +153,26 @@ def _numpyro(kind: str, experiment: Experiment, options, data):
             numpyro.sample(name, dist.Normal(0.0, sd).expand(shape).to_event(len(shape)))
             for name, shape in shapes.items()
         ]
-        mean = experiment.network.apply(jax.tree.unflatten(structure, leaves), inputs)
-        scale = numpyro.handlers.scale(scale=train_rows / len(targets))
-        with scale, numpyro.plate("rows", len(targets)):
-            numpyro.sample("y", dist.Normal(mean, jnp.exp(-0.5 * log_noise)), obs=targets)
+        params = jax.tree.unflatten(structure, leaves)
+        if kind == "plate":
+            with numpyro.plate("rows", train_rows, subsample_size=options.batch):
+                inputs = numpyro.subsample(inputs, event_dim=1)
+                observe(params, log_noise, inputs, numpyro.subsample(targets, event_dim=0))
+        else:
+            scale = numpyro.handlers.scale(scale=train_rows / len(targets))
+            with scale, numpyro.plate("rows", len(targets)):
+                observe(params, log_noise, inputs, targets)
+
+    def observe(params, log_noise, inputs, targets):
+        mean = experiment.network.apply(params, inputs)
+        numpyro.sample("y", dist.Normal(mean, jnp.exp(-0.5 * log_noise)), obs=targets)
 
     optimizer = numpyro.optim.optax_to_numpyro(adagrad_with_decay(options.learning_rate))
     common = (optimizer, RBFKernel(), options.particles)
-    stein = SVGD(model, *common) if kind == "SVGD" else SteinVI(model, AutoDelta(model), *common)
-    batch = jax.tree.map(lambda a: jnp.asarray(a[: options.batch]), data.train)
+    is_svgd = kind in ("SVGD", "plate")
+    stein = SVGD(model, *common) if is_svgd else SteinVI(model, AutoDelta(model), *common)
+    rows = train_rows if kind == "plate" else options.batch
+    batch = jax.tree.map(lambda a: jnp.asarray(a[:rows]), data.train)
     template = stein.init(jax.random.key(0), *batch)
     template = template._replace(repulsion_temperature=options.repulsion)
 
@@ -172,7 +188,7 @@ def _numpyro(kind: str, experiment: Experiment, options, data):
         def step(i, carry):
             state, order = carry
             (rows,), order = choose(i, order)
-            return stein.update(state, *rows)[0], order
+            return stein.update(state, *(train if kind == "plate" else rows))[0], order
 
         state, _ = jax.lax.fori_loop(0, steps, step, (state, order_at(jnp.int32(0))))
         params = stein.get_params(state)
@@ -194,15 +210,18 @@ def _compare_times(advance, first, data, options) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in advance}
     for repeat in range(options.repeats + 1):  # the first one compiles
         for name, function in advance.items():
+            if name == PLATE and repeat > 3:
+                continue
+            count = max(1, steps // 10) if name == PLATE else steps
             begin = time.perf_counter()
-            jax.block_until_ready(function(jax.random.key(repeat), first, train, steps))
-            seconds[name].append(1e3 * (time.perf_counter() - begin) / steps)
+            jax.block_until_ready(function(jax.random.key(repeat), first, train, count))
+            seconds[name].append(1e3 * (time.perf_counter() - begin) / count)
     # The least time is what other processes on the machine disturb least.
     least = {name: min(times[1:]) for name, times in seconds.items()}
     for name, times in seconds.items():
         print(
             f"{name:<16} {least[name]:8.3f} ms a step, the median {statistics.median(times[1:]):.3f} "
-            f"({options.repeats} calls of {steps} steps); jsvgd takes "
+            f"(of {len(times) - 1} calls); jsvgd takes "
             f"{least['jsvgd'] / least[name]:.2f} of it"
         )
 
