@@ -226,7 +226,7 @@ def _check_config(particles, scores, queries, *, kernel, precision, implementati
     dispatch.check_names(precision, implementation)
     dtype = compute_dtype(particles, scores)
     n, d = particles.shape
-    m = n if queries is None else queries.shape[0]
+    m = None if queries is None else queries.shape[0]
     if implementation is None:
         implementation = dispatch.choose(
             n,

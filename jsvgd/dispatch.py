@@ -60,7 +60,7 @@ def which_implementation(
     check_names(precision)
     return choose(
         num_particles,
-        num_particles if num_queries is None else num_queries,
+        num_queries,
         dimension,
         dtype=jnp.dtype(dtype),
         kernel=get_kernel(kernel),
@@ -80,14 +80,17 @@ def check_names(precision: str, implementation: str | None = None) -> None:
 
 
 def choose(n, m, d, *, dtype, kernel, precision, platform) -> Choice:
-    """The choice behind ``which_implementation``, for checked arguments."""
+    """The choice behind ``which_implementation``, for checked arguments.
+
+    m is None where the queries are the particles: that is not the same as N queries of their own.
+    """
     if platform != "gpu":
         return Choice("xla", f"compiled GPU kernels do not run on {platform}")
     if dtype != jnp.float32:
         return Choice("xla", f"no compiled kernel computes in {dtype.name}")
     capability = _compute_capability()
     declined = []
-    for implementation in _preference(m, d, capability):
+    for implementation in _preference(d, capability):
         takes, why_not = supports(
             implementation, n, m, d, dtype=dtype, kernel=kernel, precision=precision
         )
@@ -103,7 +106,7 @@ _REASONS = {
 }
 
 
-def _preference(m, d, capability) -> list[str]:
+def _preference(d, capability) -> list[str]:
     """Compiled implementations for this device, the fastest first."""
     if capability < 8.0:
         return []
@@ -119,14 +122,14 @@ SMALL_DIMENSION = 4
 def supports(
     implementation, n, m, d, *, dtype, kernel: RadialKernel, precision, backward=False
 ) -> tuple[bool, str]:
-    """Whether the implementation takes these shapes, and why not. Compiles nothing."""
+    """Whether the implementation takes these shapes (m as in ``choose``), and why not."""
     if implementation in ("xla", "dense"):
         return True, ""
-    if not backward and in_gram_regime(implementation, n, d, m != n):
+    if not backward and in_gram_regime(implementation, n, d, m is not None):
         from pallas_kernels import triton_gram as module
     else:
         module = _kernel_module(implementation, backward)
-    return module.supports(_kernel_name(kernel), n, m, d, precision, dtype)
+    return module.supports(_kernel_name(kernel), n, n if m is None else m, d, precision, dtype)
 
 
 def in_gram_regime(implementation, n, d, has_queries) -> bool:
@@ -172,7 +175,7 @@ def backward(implementation, arrays, cotangent, *, kernel, precision) -> streame
         takes, _ = supports(
             implementation,
             n,
-            n,
+            None,
             d,
             dtype=particles.dtype,
             kernel=kernel,

@@ -1,6 +1,6 @@
 """The differentiable operation itself: coordinates, the near and the far path, custom_vjp.
 
-``svgddirection`` checks its arguments and comes here. The inputs of every function below are
+``svgd_direction`` checks its arguments and comes here. The inputs of every function below are
 
     (particles, scores, bandwidth, queries or None, repulsion, step_size or None)
 
@@ -71,8 +71,12 @@ def _raw(particles, scores, bandwidth, queries, repulsion) -> _Raw:
 
 def _standardise(raw: _Raw) -> _Standardised:
     """Centre first (phi is translation invariant, rounding is not), then scale by the bandwidth."""
-    # Any centre gives the same phi, so it carries no derivative.
-    centre = lax.stop_gradient(jnp.mean(raw.particles, axis=0))
+    # Any centre gives the same phi, so it carries no derivative. But particles and queries must have the
+    # same one to the bit: XLA may fuse the mean's division with the subtraction into one multiply-add
+    # for one of them only. A centre rounded by one bit more leaves it nothing to contract.
+    mean = lax.stop_gradient(jnp.mean(raw.particles, axis=0))
+    exponent, mantissa = jnp.finfo(mean.dtype).nexp, jnp.finfo(mean.dtype).nmant
+    centre = lax.reduce_precision(mean, exponent, mantissa - 1)
     z = (raw.particles - centre) * raw.scale
     y = None if raw.queries is None else (raw.queries - centre) * raw.scale
     return _Standardised(y, z, raw.scores, raw.drift)

@@ -115,6 +115,32 @@ def test_far_from_the_origin(implementation, offset, n, d):
     assert relative_error(phi, oracle(x, s, h)) <= tolerance(implementation)
 
 
+@pytest.mark.parametrize("implementation", [None, "xla", *COMPILED])
+@pytest.mark.parametrize(("n", "d"), [(3, 2), (100, 10), (1000, 3)])
+@pytest.mark.parametrize("m", [1, 37])
+def test_queries_far_from_the_origin(implementation, n, d, m):
+    """Particles and queries must be centred by the same bits, alone and under vmap."""
+    x, s = draw(n, d, offset=1e4)
+    y, _ = draw(m, d, seed=1, offset=1e4)
+    h = bandwidth_for(x)
+    direction = functools.partial(jsvgd.svgd_direction, implementation=implementation)
+    expected = oracle(x, s, h, queries=y)
+    one_by_one = jax.vmap(lambda q: direction(x, s, h, queries=q[None])[0])
+    for phi in (direction(x, s, h, queries=y), one_by_one(y)):
+        assert relative_error(phi, expected) <= tolerance(implementation)
+
+
+def test_as_many_queries_as_particles_in_many_dimensions(monkeypatch):
+    """Queries of their own never take the Gram regime, however many there are."""
+    x, s = draw(20, 300)
+    with pytest.raises(ValueError, match="'interpret' does not take this: d = 300"):
+        jsvgd.svgd_direction(x, s, 1.0, queries=x, implementation="interpret")
+    monkeypatch.setattr(jsvgd.dispatch, "_compute_capability", lambda: 8.0)
+    asked = functools.partial(jsvgd.which_implementation, 20, 300, platform="gpu")
+    assert asked().implementation == "triton"
+    assert asked(num_queries=20).implementation == asked(num_queries=19).implementation == "xla"
+
+
 @every_implementation
 @every_kernel
 @pytest.mark.parametrize("distance", [3.0, 30.0, 300.0, 1e5])
