@@ -29,7 +29,7 @@ class ScaleBySVGDState(NamedTuple):
 
     Attributes:
       count: updates made so far, int32.
-      bandwidth: h of the last update, a scalar or (d,), in preconditioned coordinates; NaN before the
+      bandwidth: h of the last update, a scalar or (d,), in preconditioned coordinates; 0 before the
         first one.
       factor: L of the preconditioner, (d,) or (d, d); None without one.
     """
@@ -99,9 +99,7 @@ def scale_by_svgd(
         if preconditioner is not None:
             shape = preconditioner.check(matrix)
             factor = jnp.ones(shape.shape, matrix.dtype)
-        return ScaleBySVGDState(
-            jnp.zeros((), jnp.int32), jnp.full(h.shape, jnp.nan, h.dtype), factor
-        )
+        return ScaleBySVGDState(jnp.zeros((), jnp.int32), jnp.zeros(h.shape, h.dtype), factor)
 
     def update(updates, state, params=None):
         if params is None:
@@ -114,6 +112,11 @@ def scale_by_svgd(
                 f"{jax.tree.structure(params)}, got {jax.tree.structure(updates)}"
             )
         check_particles("params", params)
+        shapes, update_shapes = jax.tree.map(jnp.shape, params), jax.tree.map(jnp.shape, updates)
+        if shapes != update_shapes:
+            raise ValueError(
+                f"updates must have the shapes of params, {shapes}, got {update_shapes}"
+            )
         x, _ = to_matrix(params)
         gradients, from_matrix = to_matrix(updates)
         scores = -gradients.astype(x.dtype) / temperature_at(state.count).astype(x.dtype)

@@ -100,6 +100,8 @@ def test_the_transformation_names_what_is_wrong():
         transform.update(x, state)
     with pytest.raises(ValueError, match="updates must have the structure of params"):
         transform.update({"a": x}, state, x)
+    with pytest.raises(ValueError, match=r"shapes of params, \(5, 2\), got \(5, 1, 2\)"):
+        transform.update(x[:, None], state, x)
     with pytest.raises(ValueError, match=r"params\['b'\] must have a leading particle axis"):
         transform.init({"a": x, "b": jnp.float32(1.0)})
     with pytest.raises(ValueError, match=r"agree in their number of particles.*'a'.*5.*'b'.*4"):
@@ -136,6 +138,13 @@ def test_a_step_is_the_direction_times_the_step_size():
     np.testing.assert_allclose(info.score_norm, rms(x), rtol=1e-5)
     assert int(info.num_nonfinite) == 0
     assert int(state.step) == 1
+
+
+def test_a_run_starts_where_nan_is_forbidden():
+    with jax.debug_nans(True):
+        sampler = jsvgd.svgd(standard_normal, optax.adam(0.1))
+        state, _ = jsvgd.run(jax.random.key(0), sampler, sampler.init(network_particles()), 3)
+    assert np.all(np.isfinite(as_matrix(state.particles)))
 
 
 def test_non_finite_particles_are_counted():
