@@ -150,14 +150,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{options.batch}, {options.steps} steps of Adam at {options.learning_rate:g} with cosine decay, "
         f"bandwidth rule {options.bandwidth}; JAX {jax.__version__} on {jax.devices()[0].device_kind}"
     )
-    outcomes: dict[str, list[Outcome]] = {method: [] for method in METHODS}
+    outcomes: dict[str, list[Outcome]] = {method: [] for method in options.methods}
     for seed in range(options.seed, options.seed + options.splits):
         data = load_digits(options.train, seed)
         init_key, run_key = jax.random.split(jax.random.key(seed))
         particles = jax.jit(lambda key: jsvgd.flax.init_particles(key, network, options.particles))(
             init_key
         )
-        for method in METHODS:
+        for method in options.methods:
             trained, seconds = train(method, network, particles, data, options, run_key)
             outcomes[method].append(evaluate(network, trained, data, seconds))
             shown = ", ".join(
@@ -176,7 +176,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--particles", type=integer(2), default=64, help="networks")
-    add("--steps", type=integer(1), default=500, help="steps")
+    add("--methods", nargs="+", choices=METHODS, default=METHODS, help="what to train")
+    add("--steps", type=integer(1), default=300, help="steps")
     add("--batch", type=integer(1), default=100, help="rows of a minibatch")
     add("--train", type=integer(10), default=200, help="rows to train on; the others are the test")
     add("--learning-rate", type=positive, default=3e-3, help="of Adam")
@@ -197,6 +198,8 @@ def _compare(outcomes: dict[str, list[Outcome]]) -> None:
             f"{method:<8} accuracy {means.accuracy:.4f}, log-likelihood {means.log_likelihood:.4f}, "
             f"calibration error {means.calibration_error:.4f}, {means.seconds_a_step:.2f} s a step"
         )
+    if not {"layer", "global"} <= outcomes.keys():
+        return
     gain = [
         layer.log_likelihood - one.log_likelihood
         for layer, one in zip(outcomes["layer"], outcomes["global"], strict=True)
