@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["check_bandwidth", "check_matrix"]
+__all__ = ["check_bandwidth", "check_matrix", "check_real"]
 
 
 def check_matrix(name: str, value) -> jax.Array:
@@ -40,3 +40,11 @@ def check_bandwidth(bandwidth, dimension: int) -> jax.Array:
         if smallest <= 0:
             raise ValueError(f"bandwidth must be positive, got {smallest}")
     return jnp.asarray(bandwidth)
+
+
+def check_real(name: str, value, dtype) -> jax.Array:
+    """The number, or array of numbers, in that dtype, or an error that names it."""
+    kind = np.asarray(value).dtype if not isinstance(value, jax.Array) else value.dtype
+    if not (jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)):
+        raise TypeError(f"{name} must be a real number, got {value!r}")
+    return jnp.asarray(value, dtype)

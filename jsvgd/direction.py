@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jsvgd import composite, dispatch, operation
-from jsvgd.arguments import check_bandwidth, check_matrix
+from jsvgd.arguments import check_bandwidth, check_matrix, check_real
 from jsvgd.kernels import Kernel, RadialKernel
 from jsvgd.operation import Config, compute_dtype
 
@@ -86,27 +86,45 @@ def svgd_update(
     scores: jax.Array,
     bandwidth: jax.Array | float,
     step_size: jax.Array | float,
-    **options,
+    *,
+    kernel: str | RadialKernel = "rbf",
+    repulsion: jax.Array | float = 1.0,
+    precision: str = "high",
+    implementation: str | None = None,
 ) -> jax.Array:
     """One plain SVGD step, particles + step_size * phi(particles).
 
     Args:
       particles, scores, bandwidth: as in ``svgd_direction``.
-      step_size: a scalar, or anything that broadcasts against (N, d).
-      **options: kernel, repulsion, precision and implementation of ``svgd_direction``.
+      step_size: a scalar (fused into the kernel), or an array that broadcasts to (N, d).
+      kernel, repulsion, precision, implementation: as in ``svgd_direction``.
 
     Returns:
-      (N, d), in the dtype of the particles.
+      (N, d), in the dtype of the particles (promoted with that of the scores).
+
+    Raises:
+      ValueError, TypeError: as ``svgd_direction``, and for a step size that does not broadcast.
     """
-    if options.get("queries") is not None:
-        raise ValueError("queries do not apply to svgd_update: it moves the particles themselves")
-    dtype = compute_dtype(jnp.asarray(particles), jnp.asarray(scores))
-    step_size = jnp.asarray(step_size, dtype)
+    options = {
+        "kernel": kernel,
+        "repulsion": repulsion,
+        "precision": precision,
+        "implementation": implementation,
+    }
+    particles, scores = check_matrix("particles", particles), check_matrix("scores", scores)
+    dtype = compute_dtype(particles, scores)
+    step_size = check_real("step_size", step_size, dtype)
     if step_size.ndim == 0:
         return _dispatch(particles, scores, bandwidth, step_size=step_size, **options)
-    phi = svgd_direction(particles, scores, bandwidth, **options)
-    moved = jnp.asarray(particles, dtype) + step_size * phi.astype(dtype)
-    return moved.astype(phi.dtype)
+    try:
+        step_size = jnp.broadcast_to(step_size, particles.shape)
+    except ValueError:
+        raise ValueError(
+            f"step_size must be a scalar or broadcast to the shape of particles, {particles.shape}, "
+            f"got {step_size.shape}"
+        ) from None
+    phi = _dispatch(particles, scores, bandwidth, **options)
+    return (particles.astype(dtype) + step_size * phi.astype(dtype)).astype(phi.dtype)
 
 
 def _dispatch(
@@ -199,7 +217,7 @@ def _composite(
 
 
 def _check_repulsion(repulsion, dtype) -> jax.Array:
-    repulsion = jnp.asarray(repulsion, dtype)
+    repulsion = check_real("repulsion", repulsion, dtype)
     if repulsion.ndim:
         raise ValueError(f"repulsion must be a scalar, got shape {repulsion.shape}")
     return repulsion

@@ -167,7 +167,9 @@ def forward(implementation, arrays, *, kernel, precision, base=None, scale=None)
     )
 
 
-def backward(implementation, arrays, cotangent, *, kernel, precision) -> streamed.Gradient:
+def backward(
+    implementation, arrays, cotangent, *, kernel, precision, isotropic
+) -> streamed.Gradient:
     """Gradients of the direction of standardised particles on themselves."""
     _, particles, scores, drift = arrays
     n, d = particles.shape
@@ -192,9 +194,18 @@ def backward(implementation, arrays, cotangent, *, kernel, precision) -> streame
                 precision=precision,
                 **_interpreted(implementation),
             )
-            return streamed.Gradient(dz, ds, dc, jnp.sum(particles * dz, axis=0))
+            d_log_scale = jnp.sum(particles * dz, axis=0)
+            if isotropic:
+                d_log_scale = jnp.sum(d_log_scale, keepdims=True)
+            return streamed.Gradient(dz, ds, dc, d_log_scale)
     return streamed.backward(
-        particles, scores, drift, cotangent, kernel=kernel, precision=matmul_precision(precision)
+        particles,
+        scores,
+        drift,
+        cotangent,
+        kernel=kernel,
+        precision=matmul_precision(precision),
+        isotropic=isotropic,
     )
 
 

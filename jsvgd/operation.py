@@ -90,15 +90,17 @@ def _is_far(half_squared_norm):
 @_is_far.def_vmap
 def _any_is_far(axis_size, in_batched, half_squared_norm):
     # One answer for the whole batch: under vmap a batched lax.cond would run both of its branches.
-    # The far path is right for near particles too.
+    # The far path is right for near particles too. A chain that is lost to NaN has no say.
     del axis_size, in_batched
-    return _is_far(jnp.max(half_squared_norm, axis=0)), False
+    return _is_far(jnp.nanmax(half_squared_norm, axis=0)), False
 
 
 def _far(a: _Standardised):
     sets = [z for z in (a.queries, a.particles) if z is not None]
-    norms = [0.5 * jnp.max(jnp.sum(z * z, axis=1)) for z in sets]
-    return _is_far(lax.stop_gradient(functools.reduce(jnp.maximum, norms)))
+    norms = [
+        0.5 * jnp.nanmax(jnp.sum(z * z, axis=1)) for z in sets
+    ]  # a NaN query has no say either
+    return _is_far(lax.stop_gradient(functools.reduce(jnp.fmax, norms)))
 
 
 # --- the operation ---------------------------------------------------------------------------------
@@ -189,6 +191,7 @@ def _direction_bwd(config, inputs, cotangent):
     near = _standardise(raw)
     cotangent = cotangent.astype(raw.particles.dtype)
     g = cotangent if step_size is None else step_size * cotangent
+    isotropic = bandwidth.ndim == 0
 
     def by_differences(raw, near, g):
         del near
@@ -199,18 +202,21 @@ def _direction_bwd(config, inputs, cotangent):
             kernel=config.kernel,
             precision=dispatch.matmul_precision(config.precision),
             pairs=streamed.direct(raw.scale),
+            isotropic=isotropic,
         )
 
     def by_products(raw, near, g):
         del raw
-        return _near_backward(config, near, g)
+        return _near_backward(config, isotropic, near, g)
 
     d = lax.cond(_far(near), by_differences, by_products, raw, near, g)
     # z = (x - centre) h^-1/2 and c = repulsion h^-1/2.
     h = bandwidth.astype(g.dtype)
-    d_bandwidth = -0.5 * (d.log_scale + d.drift * raw.drift) / h
-    if h.ndim == 0:
-        d_bandwidth = jnp.sum(d_bandwidth)
+    own = d.drift * raw.drift
+    if isotropic:
+        d_bandwidth = -0.5 * (jnp.sum(d.log_scale) + jnp.sum(own)) / h
+    else:
+        d_bandwidth = -0.5 * (d.log_scale + own) / h
     d_particles, d_step_size = d.particles * raw.scale, None
     if step_size is not None:
         d_particles = cotangent + d_particles
@@ -229,23 +235,23 @@ def _direction_bwd(config, inputs, cotangent):
 direction.defvjp(_direction_fwd, _direction_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _near_backward(config: Config, near: _Standardised, cotangent) -> streamed.Gradient:
-    return dispatch.backward(
-        config.implementation, near, cotangent, kernel=config.kernel, precision=config.precision
-    )
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _near_backward(config: Config, isotropic, near: _Standardised, cotangent) -> streamed.Gradient:
+    return _backward_by(config.implementation, config, isotropic)(near, cotangent)
 
 
-def _near_backward_fwd(config, near, cotangent):
-    return _near_backward(config, near, cotangent), (near, cotangent)
+def _backward_by(implementation, config, isotropic):
+    options = {"kernel": config.kernel, "precision": config.precision, "isotropic": isotropic}
+    return functools.partial(dispatch.backward, implementation, **options)
 
 
-def _near_backward_bwd(config, residuals, cotangent):
+def _near_backward_fwd(config, isotropic, near, cotangent):
+    return _near_backward(config, isotropic, near, cotangent), (near, cotangent)
+
+
+def _near_backward_bwd(config, isotropic, residuals, cotangent):
     # Second order: compiled kernels have no derivative, the streamed backward pass has.
-    backward = functools.partial(
-        dispatch.backward, "xla", kernel=config.kernel, precision=config.precision
-    )
-    _, vjp = jax.vjp(backward, *residuals)
+    _, vjp = jax.vjp(_backward_by("xla", config, isotropic), *residuals)
     return vjp(cotangent)
 
 

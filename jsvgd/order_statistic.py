@@ -27,6 +27,7 @@ from jsvgd.rank_search import Count, Tally, search
 __all__ = ["order_statistics"]
 
 SAMPLE = 2048
+SORTED_ELEMENTS = 640  # up to 24 particles: their pairs are sorted sooner than counted
 
 
 def order_statistics(particles: jax.Array, ranks: tuple[int, ...]) -> jax.Array:
@@ -72,8 +73,11 @@ def _select(particles, ranks) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         direct, _, _, _ = state
         blocks = pairs.blocks(direct)
         block = pairs.keys if blocks is None else blocks.__getitem__
-        one_pass = functools.partial(tally_pairs, block, steps)
-        keys = search(one_pass, ranks, n * (n - 1) // 2, sample)
+        if blocks is not None and pairs.layout.elements <= SORTED_ELEMENTS:
+            keys = jnp.sort(blocks.reshape(-1))[np.array(ranks) - 1]
+        else:
+            one_pass = functools.partial(tally_pairs, block, steps)
+            keys = search(one_pass, ranks, n * (n - 1) // 2, sample)
         again = ~direct & pairs.too_coarse(from_key(keys[0]))
         return direct | again, again, keys, blocks
 

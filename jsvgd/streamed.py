@@ -223,7 +223,8 @@ class Gradient(NamedTuple):
       particles: in z, (N, d).
       scores: in s, (N, d).
       drift: in c, (d,).
-      log_scale: in log(scale) at a fixed drift, sum_i z_i dz_i, (d,).
+      log_scale: in log(scale) at a fixed drift, sum_i z_i dz_i, (d,); or its sum over the dimensions,
+        (1,), where one bandwidth serves them all.
     """
 
     particles: jax.Array
@@ -241,6 +242,7 @@ def backward(
     kernel: RadialKernel,
     precision: lax.Precision,
     pairs: PairArithmetic = PRODUCTS,
+    isotropic: bool = False,
 ) -> Gradient:
     """Vector-Jacobian product of ``forward(z, z, s, c)``, in one pass of row owners.
 
@@ -250,10 +252,13 @@ def backward(
         dz_i = c (rowsum(w)_i g_i - sum_j w_ij g_j) - sum_j (T + T^T)_ij (z_i - z_j)
         ds_i = sum_j K_ij g_j
         dc   = sum_i z_i (rowsum(w)_i g_i - sum_j w_ij g_j)
+        sum_i z_i.dz_i = c.dc - sum_ij (T + T^T)_ij u_ij
 
     Args:
       particles, scores, drift, kernel, precision, pairs: as in ``forward``.
       cotangent: (N, d).
+      isotropic: one bandwidth serves all dimensions; its gradient then comes by the last line above,
+        which keeps the digits that the sum over z_i dz_i loses for clusters far apart.
     """
     n, d = particles.shape
     g = cotangent / n
@@ -281,7 +286,11 @@ def backward(
         exchange = jnp.sum(slope, axis=1)[:, None] * g_i - slope_g
         d_particles = drift * exchange - pairs.contract(symmetric, z_i, particles, precision)
         rows = BackwardBlock(z_i, g_i, slope, symmetric, exchange, d_particles)
-        return d_particles, d_scores, *pairs.moments(rows, particles, drift)
+        d_drift, d_log_scale = pairs.moments(rows, particles, drift)
+        if isotropic:
+            spread = jnp.sum(symmetric * u, axis=1)
+            d_log_scale = (jnp.sum(drift * d_drift, axis=1) - spread)[:, None]
+        return d_particles, d_scores, d_drift, d_log_scale
 
     d_particles, d_scores, d_drift, d_log_scale = map_row_blocks(
         block, (particles, scores, g), n * pairs.elements_a_pair(d)

@@ -50,9 +50,21 @@ def test_kernels_must_be_kernels():
         jsvgd.RadialKernel("mine", 3.0)
 
 
-def test_update_takes_no_queries():
-    with pytest.raises(ValueError, match="queries do not apply to svgd_update"):
+def test_update_names_what_is_wrong():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'queries'"):
         jsvgd.svgd_update(X, S, 1.0, 0.1, queries=X)
+    for value in ("a", None):
+        with pytest.raises(TypeError, match=f"step_size must be a real number, got {value!r}"):
+            jsvgd.svgd_update(X, S, 1.0, value)
+        with pytest.raises(TypeError, match=f"repulsion must be a real number, got {value!r}"):
+            jsvgd.svgd_direction(X, S, 1.0, repulsion=value)
+    for shape in ((5,), (4, 5, 3)):
+        with pytest.raises(ValueError, match="step_size must be a scalar or broadcast to"):
+            jsvgd.svgd_update(X, S, 1.0, np.ones(shape))
+    each = np.full((5, 1), 0.1, np.float32)
+    np.testing.assert_allclose(
+        jsvgd.svgd_update(X, S, 1.0, each), jsvgd.svgd_update(X, S, 1.0, 0.1), rtol=1e-6
+    )
 
 
 def test_a_traced_bandwidth_is_taken_as_it_comes():

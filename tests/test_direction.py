@@ -155,6 +155,23 @@ def test_far_clusters(implementation, kernel, distance, n, d):
 
 
 @every_implementation
+def test_a_lost_neighbour_does_not_spoil_far_clusters(implementation):
+    """NaN in one chain, or in one query, leaves the others their digits."""
+    x, s = draw(61, 9)
+    x = (x + 300 * np.where(np.arange(61) % 3 == 0, 1, -1)[:, None]).astype(np.float32)
+    lost = x.copy()
+    lost[0, 0] = np.nan
+    h = np.float32(3.0)
+    direction = functools.partial(jsvgd.svgd_direction, implementation=implementation)
+    chains = jax.vmap(direction, in_axes=(0, None, None))(np.stack([lost, x]), s, h)
+    assert relative_error(chains[1], oracle(x, s, h)) <= 1e-5
+    assert np.isnan(chains[0]).all()
+    phi = direction(x, s, h, queries=lost)
+    assert relative_error(phi[1:], oracle(x, s, h)[1:]) <= 1e-5
+    assert np.isnan(phi[0]).any()
+
+
+@every_implementation
 def test_one_far_particle_in_one_chain_of_many(implementation):
     x, s = (np.stack(a) for a in zip(*(draw(61, 9, seed=i) for i in range(3)), strict=True))
     x[1, 17] += 1e5
@@ -297,6 +314,21 @@ def test_gradients_of_far_clusters(implementation):
     expected = oracle_gradients(x, s, np.float32(2.0), weights)
     for value, right in zip(got(x, s, np.float32(2.0)), expected, strict=True):
         assert relative_error(value, right) <= 1e-3
+
+
+@every_kernel
+@pytest.mark.parametrize(("distance", "d"), [(5, 1), (20, 5), (40, 1)])
+def test_gradient_in_the_bandwidth_of_separate_clusters(kernel, distance, d):
+    n = 200
+    x, s = draw(n, d)
+    x = (x + distance * np.where(np.arange(n) % 3 == 0, 1, -1)[:, None]).astype(np.float32)
+    h = np.float32(1.0)
+    for seed in range(1, 5):
+        weights = draw(n, d, seed=seed)[1]
+        got = jax.grad(objective(weights, kernel=kernel), 2)(x, s, h)
+        expected = oracle_gradients(x, s, h, weights, kernel=kernel)[2]
+        terms = np.abs(wide(weights)).sum() / n  # what the sum is made of, for sums that cancel
+        assert abs(float(got) - expected) <= 1e-4 * max(abs(expected), 0.01 * terms)
 
 
 @float64_implementation
