@@ -1,6 +1,6 @@
 """Means, standard deviations and shapes of posteriors: ``jsvgd.fit`` against rules and libraries.
 
-    python -m experiments.posteriors --data ../shared/data/posteriordb
+    python -m experiments.posteriors --data FOLDER
 
 prints a table, and writes ``posteriors.json`` (every run, with versions) and ``posteriors.png`` (ratios of
 standard deviations by method) into ``--output``. Folders of posteriordb hold ``data.json`` and

@@ -117,7 +117,7 @@ def run(
     every = _at_least("every", every, 1)
     choice = _batch_choice(data, batch_size)
     callbacks = _as_callbacks(callback)
-    start = int(state.step)
+    start = _steps_made(state)
     stream = Stream(data, start) if choice == STREAM else None
     reached = Reached(state, [], None, False)
     with contextlib.ExitStack() as stack:
@@ -283,8 +283,24 @@ def _batch_choice(data: Any, batch_size: int | None) -> str | int | None:
     return ALL_ROWS if batch_size == rows else batch_size
 
 
+def _steps_made(state) -> int:
+    """The steps in one sampler's state; an error for particles, chains of states and tracers."""
+    if not hasattr(state, "step"):
+        raise TypeError(f"state must come from sampler.init(particles), got {type(state).__name__}")
+    if isinstance(state.step, jax.core.Tracer):
+        raise TypeError("run does not work inside jit or vmap; scan over sampler.step there")
+    if jnp.ndim(state.step):
+        raise ValueError(
+            "state must be that of one sampler, got a batch of "
+            f"{jnp.shape(state.step)}; scan over jax.vmap(sampler.step) instead"
+        )
+    return int(state.step)
+
+
 def _as_callbacks(callback) -> tuple[Callable, ...]:
-    callbacks = () if callback is None else (callback,) if callable(callback) else tuple(callback)
+    if callback is None:
+        return ()
+    callbacks = tuple(callback) if isinstance(callback, Sequence) else (callback,)
     for one in callbacks:
         if not callable(one):
             raise TypeError(f"callback must be a function or several, got {type(one).__name__}")

@@ -125,6 +125,9 @@ def scale_by_svgd(
             factor = preconditioner.refreshed(x, state.count, factor)
             x, scores = to_whitened(factor, x - centre(x)), whitened_scores(factor, scores)
         h = resolve_bandwidth(bandwidth, x, state.count)
+        # Rules without a floor give 0 where most particles coincide. They neither attract nor repel
+        # each other by any h, and must not become NaN by this one: the floor of the default rule.
+        h = jnp.where(h == 0, 1e-5, h)
         phi = svgd_direction(
             x,
             scores,

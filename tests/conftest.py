@@ -1,11 +1,23 @@
-"""Where the reference data lie, and float64 for the tests that ask for it."""
+"""Where the reference data lie, float64 for the tests that ask for it, and a bound on what is kept."""
 
+import itertools
 import pathlib
 
 import jax
 import pytest
 
 DATA = pathlib.Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+_finished = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_programs():
+    """Hundreds of tests compile thousands of programs, and XLA's CPU compiler has crashed beside them."""
+    yield
+    if next(_finished) % 40 == 0:
+        jax.clear_caches()
 
 
 @pytest.fixture

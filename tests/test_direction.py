@@ -472,6 +472,31 @@ def test_the_backward_pass_stores_the_inputs_alone():
     assert stored("dense") > n * n  # the measure does see an N x N residual
 
 
+@pytest.mark.parametrize(
+    ("implementation", "work"),
+    [
+        *((None, work) for work in ("direction", "gradient", "queries", "second order")),
+        *(("xla", work) for work in ("direction", "gradient", "queries")),
+    ],
+)
+def test_memory_does_not_grow_with_the_square(implementation, work):
+    n, d = 6000, 3
+    x, s = draw(n, d)
+
+    def value(x, s):
+        queries = s if work == "queries" else None
+        options = {"queries": queries, "implementation": implementation}
+        return jnp.sum(jsvgd.svgd_direction(x, s, 1.0, **options) ** 2)
+
+    gradient = jax.grad(value)
+    function = {
+        "direction": value,
+        "second order": jax.grad(lambda x, s: jnp.sum(gradient(x, s) ** 2)),
+    }.get(work, gradient)
+    analysis = jax.jit(function).lower(x, s).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < n * n * 4 / 2
+
+
 @pytest.mark.parametrize("precision", ["highest", "high", "default"])
 def test_every_product_states_its_precision(precision):
     x, s = draw(33, 5)

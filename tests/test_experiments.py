@@ -10,9 +10,16 @@ import numpy as np
 import optax
 import pytest
 
+import jsvgd
 from experiments import bayesian_nn, regression_data, sign_of_repulsion
 from experiments.command_line import InputError, run_script
-from experiments.liu_wang_network import adagrad_with_decay, fit_noise, init_particles, prepare
+from experiments.liu_wang_network import (
+    adagrad_with_decay,
+    fit_noise,
+    init_particles,
+    prepare,
+    train,
+)
 from jsvgd import loop, reference
 
 TINY = ["--particles", "3", "--hidden", "4", "--steps", "6", "--batch", "10"]
@@ -177,6 +184,44 @@ def test_the_noise_fits_its_rows():
 
     for i in range(4):  # the maximum: no slope
         assert abs(jax.grad(log_likelihood)(fitted.likelihood[i], i)) < 1e-3 * 200
+
+
+def test_the_posterior_and_the_bandwidth_are_liu_and_wangs():
+    experiment = prepare(8, 200, num_particles=7, num_hidden=5, batch_size=20)
+    rng = np.random.default_rng(0)
+    rows = (rng.normal(size=(200, 8)).astype("f4"), rng.normal(size=200).astype("f4"))
+    batch = jax.tree.map(lambda a: a[:20], rows)
+    particles = init_particles(experiment.network, 7, jax.random.key(0), rows)
+    _, info = experiment.sampler.step(jax.random.key(1), experiment.sampler.init(particles), batch)
+    matrix = np.concatenate([np.reshape(a, (7, -1)) for a in jax.tree.leaves(particles)], axis=1)
+    np.testing.assert_allclose(
+        info.bandwidth, jsvgd.median_bandwidth(matrix, rule="liu"), rtol=1e-5
+    )
+
+    def log_posterior(particle):  # a batch of 20 of 200 rows stands for ten of its kind
+        squared = (experiment.network.apply(particle.params, batch[0]) - batch[1]) ** 2
+        noise, prior = particle.likelihood, particle.prior
+        weights = jnp.concatenate([w.ravel() for w in jax.tree.leaves(particle.params)])
+        value = 10 * jnp.sum(0.5 * noise - 0.5 * jnp.exp(noise) * squared)
+        value += jnp.sum(0.5 * prior - 0.5 * jnp.exp(prior) * weights**2)
+        return value + sum(p - 0.1 * jnp.exp(p) for p in (noise, prior))  # Gamma(1, 0.1), of logs
+
+    scores = jax.tree.leaves(jax.vmap(jax.grad(log_posterior))(particles))
+    expected = np.sqrt(sum(np.sum(np.square(s)) for s in scores) / 7)
+    np.testing.assert_allclose(info.score_norm, expected, rtol=1e-4)
+
+
+def test_training_ends_with_the_noise_of_the_rows_held_out(tmp_path):
+    table, splits = regression_data.load_uci(write_uci(tmp_path / "line"))
+    data = regression_data.standardise(table, splits[0])
+    experiment = prepare(
+        2, len(data.train[1]), num_particles=3, num_hidden=4, num_steps=3, batch_size=9
+    )
+    particles = train(jax.random.key(0), experiment, data)
+    expected = fit_noise(experiment.network, particles, data.held_out)
+    np.testing.assert_array_equal(particles.likelihood, expected.likelihood)
+    other = fit_noise(experiment.network, particles, data.train)
+    assert not np.allclose(particles.likelihood, other.likelihood)
 
 
 def test_a_batch_larger_than_the_data_is_refused():

@@ -140,6 +140,16 @@ def test_a_step_is_the_direction_times_the_step_size():
     assert int(state.step) == 1
 
 
+@pytest.mark.parametrize(
+    "rule", ["median", "liu", "blackjax", "numpyro", "msvgd", "pyro", "no_log"]
+)
+def test_coincident_particles_stay_together_and_finite(rule):
+    sampler = jsvgd.svgd(standard_normal, optax.sgd(0.1), bandwidth=rule)
+    state = sampler.init(np.full((9, 3), 2.0, np.float32))
+    state, _ = jsvgd.run(jax.random.key(0), sampler, state, 5)
+    np.testing.assert_allclose(state.particles, np.full((9, 3), 2 * 0.9**5), rtol=1e-5)
+
+
 def test_a_run_starts_where_nan_is_forbidden():
     with jax.debug_nans(True):
         sampler = jsvgd.svgd(standard_normal, optax.adam(0.1))
@@ -411,3 +421,14 @@ def test_run_names_what_is_wrong(gaussian):
             call()
     with pytest.raises(TypeError, match="num_steps must be a whole number, got 2.5"):
         run(2.5)
+    with pytest.raises(TypeError, match="callback must be a function or several, got int"):
+        run(2, callback=3)
+    key = jax.random.key(0)
+    with pytest.raises(
+        TypeError, match=r"state must come from sampler.init\(particles\), got dict"
+    ):
+        jsvgd.run(key, sampler, state.particles, 2)
+    with pytest.raises(ValueError, match="state must be that of one sampler, got a batch of"):
+        jsvgd.run(key, sampler, jax.tree.map(lambda a: jnp.stack([a, a]), state), 2)
+    with pytest.raises(TypeError, match="run does not work inside jit or vmap"):
+        jax.jit(lambda state: jsvgd.run(key, sampler, state, 2))(state)
