@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from jsvgd import composite, dispatch, operation
 from jsvgd.arguments import check_bandwidth, check_matrix, check_real
+from jsvgd.coordinates import compute_dtype
 from jsvgd.kernels import Kernel, RadialKernel
-from jsvgd.operation import Config, compute_dtype
+from jsvgd.operation import Config
 
 __all__ = ["svgd_direction", "svgd_update"]
 
@@ -258,7 +259,7 @@ def _check_config(particles, scores, queries, *, kernel, precision, implementati
         ).implementation
     else:
         takes, why_not = dispatch.supports(
-            implementation, n, m, d, dtype=dtype, kernel=kernel, precision=precision
+            implementation, n, d, m=m, dtype=dtype, kernel=kernel, precision=precision
         )
         if not takes:
             raise ValueError(f"implementation={implementation!r} does not take this: {why_not}")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jsvgd import streamed
+from jsvgd.coordinates import Raw
 from jsvgd.kernels import IMQ, RBF, RadialKernel, get_kernel
 
 __all__ = ["IMPLEMENTATIONS", "PRECISIONS", "Choice", "choose", "which_implementation"]
@@ -92,7 +92,7 @@ def choose(n, m, d, *, dtype, kernel, precision, platform) -> Choice:
     declined = []
     for implementation in _preference(d, capability):
         takes, why_not = supports(
-            implementation, n, m, d, dtype=dtype, kernel=kernel, precision=precision
+            implementation, n, d, m=m, dtype=dtype, kernel=kernel, precision=precision
         )
         if takes:
             return Choice(implementation, _REASONS[implementation])
@@ -120,20 +120,30 @@ SMALL_DIMENSION = 4
 
 
 def supports(
-    implementation, n, m, d, *, dtype, kernel: RadialKernel, precision, backward=False
+    implementation, n, d, *, m=None, dtype, kernel: RadialKernel, precision, backward=False
 ) -> tuple[bool, str]:
-    """Whether the implementation takes these shapes (m as in ``choose``), and why not."""
+    """Whether the implementation takes these shapes (m as in ``choose``), and why not.
+
+    With backward, whether the compiled gradient does; XLA has none that is compiled.
+    """
     if implementation in ("xla", "dense"):
-        return True, ""
-    if not backward and in_gram_regime(implementation, n, d, m is not None):
+        return not backward, ""
+    # Imported when first wanted: Pallas takes a second that CPU users need not wait.
+    if not backward and _few_in_many_dimensions(implementation, n, d, m is not None):
         from pallas_kernels import triton_gram as module
     else:
-        module = _kernel_module(implementation, backward)
-    return module.supports(_kernel_name(kernel), n, n if m is None else m, d, precision, dtype)
+        family = "hopper" if implementation == "mosaic_gpu" else "triton"
+        which = "backward" if backward else "forward"
+        module = importlib.import_module(f"pallas_kernels.{family}_{which}")
+    return module.supports(kernel_name(kernel), n, n if m is None else m, d, precision, dtype)
 
 
-def in_gram_regime(implementation, n, d, has_queries) -> bool:
+def in_gram_regime(implementation, raw: Raw) -> bool:
     """Whether the portable kernels cut the work along d instead of along the particles."""
+    return _few_in_many_dimensions(implementation, *raw.particles.shape, raw.queries is not None)
+
+
+def _few_in_many_dimensions(implementation, n, d, has_queries) -> bool:
     return (
         implementation in ("triton", "interpret")
         and not has_queries
@@ -146,86 +156,12 @@ def in_gram_regime(implementation, n, d, has_queries) -> bool:
 LARGE_DIMENSION, FEW_PARTICLES = 256, 4096
 
 
-def forward(implementation, arrays, *, kernel, precision, base=None, scale=None) -> jax.Array:
-    """phi of standardised arrays (queries or None, particles, scores, drift), or base + scale * phi."""
-    if implementation == "xla":
-        phi = streamed.forward(*arrays, kernel=kernel, precision=matmul_precision(precision))
-        return phi if base is None else base + scale * phi
-    queries, particles, scores, drift = arrays
-    return _kernel_module(implementation).forward(
-        particles
-        if queries is None
-        else queries,  # the same object: the kernels share its operands
-        particles,
-        scores,
-        drift,
-        kernel=_kernel_name(kernel),
-        precision=precision,
-        base=base,
-        scale=scale,
-        **_interpreted(implementation),
-    )
-
-
-def backward(
-    implementation, arrays, cotangent, *, kernel, precision, isotropic
-) -> streamed.Gradient:
-    """Gradients of the direction of standardised particles on themselves."""
-    _, particles, scores, drift = arrays
-    n, d = particles.shape
-    if implementation != "xla":
-        takes, _ = supports(
-            implementation,
-            n,
-            None,
-            d,
-            dtype=particles.dtype,
-            kernel=kernel,
-            precision=precision,
-            backward=True,
-        )
-        if takes:
-            dz, ds, dc = _kernel_module(implementation, backward=True).backward(
-                particles,
-                scores,
-                drift,
-                cotangent,
-                kernel=_kernel_name(kernel),
-                precision=precision,
-                **_interpreted(implementation),
-            )
-            d_log_scale = jnp.sum(particles * dz, axis=0)
-            if isotropic:
-                d_log_scale = jnp.sum(d_log_scale, keepdims=True)
-            return streamed.Gradient(dz, ds, dc, d_log_scale)
-    return streamed.backward(
-        particles,
-        scores,
-        drift,
-        cotangent,
-        kernel=kernel,
-        precision=matmul_precision(precision),
-        isotropic=isotropic,
-    )
-
-
 def matmul_precision(precision: str) -> lax.Precision:
     """Set on every product: XLA's own default for float32 on a GPU is one pass of TF32."""
     return lax.Precision.DEFAULT if precision == "default" else lax.Precision.HIGHEST
 
 
-def _interpreted(implementation) -> dict:
-    return {"interpret": True} if implementation == "interpret" else {}
-
-
-def _kernel_module(implementation, backward=False):
-    # Imported when first wanted: Pallas takes a second that CPU users need not wait.
-    family = "hopper" if implementation == "mosaic_gpu" else "triton"
-    which = "backward" if backward else "forward"
-    return importlib.import_module(f"pallas_kernels.{family}_{which}")
-
-
-def _kernel_name(kernel: RadialKernel) -> str:
+def kernel_name(kernel: RadialKernel) -> str:
     """The name by which the compiled kernels know it: theirs belong to our own profiles alone."""
     return kernel.name if kernel in (RBF, IMQ) else f"RadialKernel({kernel.name!r})"
 

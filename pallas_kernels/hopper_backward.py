@@ -6,7 +6,7 @@ t_i = gn_i . (c z_i):
     K_ij = exp2(min(y_i . y_j - a_i - a_j, 0)),   C_ij = gn_i . v_j + v_i . gn_j,
     W_ij = K_ij (C_ij + t_i + t_j)                                      (symmetric, like K)
     dz_i = (W z)_i - (sum_j W_ij) z_i + c ((sum_j K_ij) gn_i - (K gn)_i),     ds = K gn,
-    dc   = sum_i z_i ((sum_j K_ij) gn_i - (K gn)_i).
+    dc   = sum_i z_i t_i,  t_i = (sum_j K_ij) gn_i - (K gn)_i.
 
 One pass: every block of rows meets all keys once, and no sum crosses blocks, so nothing is added
 atomically. Five products of three 16-bit ones each, 2.5 times the forward's work. A warpgroup's products
@@ -58,7 +58,7 @@ def backward(
     precision: str = "high",
     tiles: tuple[Layout, BackwardTiles] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Cotangents of forward(z, z, s, c) for the cotangent g of its result.
+    """Cotangents of forward(z, z, s, c) for the cotangent g of its result, that of c in rows.
 
     Args:
       z, s, g: float32 (N, d); z standardised and centred, |z|^2 log2(e) / 2 below 6e4.
@@ -68,7 +68,7 @@ def backward(
       tiles: layout and tiles instead of the table's, for measurements.
 
     Returns:
-      dz (N, d), ds (N, d), dc (d,), float32. Batches with ``jax.vmap``.
+      dz (N, d), ds (N, d) and t (N, d), float32, with dc = sum_i z_i t_i. Batches with ``jax.vmap``.
 
     Raises:
       ValueError: for what :func:`supports` refuses.
@@ -116,7 +116,7 @@ def _batched(z, s, c, g, *, precision, plan):
     kg, wz = kg[..., :d], wy[..., :d] / LOG2E_ROOT
     drag = k_sum[..., None] * gn - kg
     dz = wz - w_sum[..., None] * z + c[:, None, :] * drag
-    return dz, kg, jnp.sum(z * drag, axis=1)
+    return dz, kg, drag
 
 
 def launch(x, y, v, g, half, own, *, layout: Layout, tiles: BackwardTiles, batch: int, steps: int):

@@ -47,7 +47,8 @@ def backward(z, s, c, g, *, kernel, precision, interpret=False, family=None, cho
       family: None (the tile table decides), "direct" (d <= 16) or "dot". choice: a `Tiles`, for tuning.
 
     Returns:
-      dz (N, d), ds (N, d), dc (d,), float32. dz holds both of z's roles, query and particle.
+      dz (N, d), ds (N, d) and t (N, d), float32, with dc = sum_i z_i t_i. dz holds both of z's roles,
+      query and particle.
 
     Raises:
       ValueError: a case that `supports` refuses.
@@ -83,8 +84,7 @@ def backward(z, s, c, g, *, kernel, precision, interpret=False, family=None, cho
         interpret=interpret,
         name=name,
     )(*arrays)
-    dz, ds, t = ((x[0] if choice.splits == 1 else jnp.sum(x, axis=0))[:n, :d] for x in results)
-    return dz, ds, jnp.sum(z * t, axis=0)
+    return tuple((x[0] if choice.splits == 1 else jnp.sum(x, axis=0))[:n, :d] for x in results)
 
 
 def _direct_operands(z, s, c, gn, kernel, precision, bm, size):

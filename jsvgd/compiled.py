@@ -1,0 +1,123 @@
+"""The direction and its gradient on compiled kernels, behind the guard for particles far apart.
+
+Three families of kernels can make them: Hopper's and the portable ones, which tile rows of particles, and
+the portable ones for few particles in many dimensions, which make the N x N weights between two passes
+over d. All work by products, which need particles near their centre (``coordinates``), so each result goes
+through a kernel of differences that overwrites it where particles are far and returns at once where not.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+
+from jsvgd import streamed
+from jsvgd.coordinates import FAR, Raw, half_reach, standardise
+from jsvgd.dispatch import in_gram_regime, kernel_name
+
+__all__ = ["backward", "forward"]
+
+
+def _kernels(name: str):
+    # Imported when first wanted: Pallas takes a second that CPU users need not wait.
+    return importlib.import_module(f"pallas_kernels.{name}")
+
+
+def _family(implementation: str) -> str:
+    return "hopper" if implementation == "mosaic_gpu" else "triton"
+
+
+def _interpreted(implementation: str) -> dict:
+    return {"interpret": True} if implementation == "interpret" else {}
+
+
+def forward(implementation, raw: Raw, step_size, *, kernel, precision) -> jax.Array:
+    """phi of raw inputs, or particles + step_size * phi, (M, d)."""
+    make = _by_weights if in_gram_regime(implementation, raw) else _by_rows
+    return make(implementation, raw, step_size, kernel, precision)
+
+
+def _by_rows(implementation, raw, step_size, kernel, precision):
+    near = standardise(raw)
+    name, interpreted = kernel_name(kernel), _interpreted(implementation)
+    base = None if step_size is None else raw.particles
+    phi = _kernels(f"{_family(implementation)}_forward").forward(
+        # Where queries are the particles, the same object: the kernels share its operands.
+        near.particles if near.queries is None else near.queries,
+        near.particles,
+        near.scores,
+        near.drift,
+        kernel=name,
+        precision=precision,
+        base=base,
+        scale=step_size,
+        **interpreted,
+    )
+    return _kernels("triton_apart").forward(
+        phi,
+        half_reach(near) > FAR,
+        raw.particles if raw.queries is None else raw.queries,
+        *raw[1:],
+        kernel=name,
+        base=base,
+        step=step_size,
+        **interpreted,
+    )
+
+
+def _by_weights(implementation, raw, step_size, kernel, precision):
+    """Few particles in many dimensions: N^2 numbers are nothing beside N d."""
+    interpreted = _interpreted(implementation)
+    few, apart = _kernels("triton_gram"), _kernels("triton_apart")
+    x = raw.particles
+    # Any particle serves as the centre: phi does not depend on it, and none costs a pass over x.
+    gram = few.gram(x, x[0], raw.scale, precision=precision, **interpreted)
+    norms = jnp.diagonal(gram)
+    far = 0.5 * jnp.nanmax(norms) > FAR
+    u = jnp.maximum(0.5 * (norms[:, None] + norms[None, :]) - gram, 0.0)
+    u = apart.half_squared_distances(u, far, x, raw.scale, **interpreted)
+    weights, slopes = kernel.profile(u), kernel.slope(u)
+    base = None if step_size is None else x
+    phi = few.combine(
+        weights,
+        slopes,
+        x,
+        raw.scores,
+        x[0],
+        raw.scale,
+        raw.drift,
+        kernel=kernel.name,
+        precision=precision,
+        base=base is not None,
+        step=step_size,
+        **interpreted,
+    )
+    return apart.combine(
+        phi, far, weights, slopes, *raw[1:], base=base, step=step_size, **interpreted
+    )
+
+
+def backward(
+    implementation, raw: Raw, cotangent, *, kernel, precision, isotropic
+) -> streamed.Gradient:
+    """Gradients of the direction of particles on themselves, for shapes that the kernels take."""
+    near = standardise(raw)
+    _, z, scores, drift = near
+    name, interpreted = kernel_name(kernel), _interpreted(implementation)
+    dz, ds, exchange = _kernels(f"{_family(implementation)}_backward").backward(
+        z, scores, drift, cotangent, kernel=name, precision=precision, **interpreted
+    )
+    dz, ds, d_drift, d_log_scale = _kernels("triton_apart").backward(
+        (dz, ds, z * exchange, z * dz),
+        half_reach(near) > FAR,
+        *raw[1:],
+        cotangent,
+        kernel=name,
+        **interpreted,
+    )
+    d_log_scale = jnp.sum(d_log_scale, axis=0)
+    if isotropic:
+        d_log_scale = jnp.sum(d_log_scale, keepdims=True)
+    return streamed.Gradient(dz, ds, jnp.sum(d_drift, axis=0), d_log_scale)

@@ -1,0 +1,251 @@
+"""Exact differences for particles far apart, behind a flag that the device reads.
+
+The other kernels expand |x - y|^2 into products, which lose their digits once particles lie far from
+their centre in units of the bandwidth. The kernels here take differences of the raw particles first and
+scale second, so near pairs of a far cluster keep every digit. They overwrite the others' results in place
+where the flag is set and return at once where it is not: that costs one short launch, while a
+conditional outside of kernels makes the host wait for the device in every call.
+
+A program owns whole rows i = p, p + programs, ... and walks over all particles in tiles of columns;
+nothing is added atomically. Speed does not matter here, answers do: about N^2 d elementwise steps.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import triton_pairs as pairs
+from pallas_kernels import triton_tiles as tiles
+
+PROGRAMS = 4 * tiles.MULTIPROCESSORS  # few, so that a launch with nothing to do is over at once
+TILE = 4096  # elements of a (columns, dimensions) tile: 32 a thread
+LARGEST = 256  # dimensions up to which a program holds whole rows
+CHUNK = 128  # dimensions it holds otherwise
+
+
+def forward(phi, far, q, x, s, scale, c, *, kernel, base=None, step=None, interpret=False):
+    """phi, or the direction (base + step * direction) by differences where far is set.
+
+    Args:
+      phi: (M, d) float32, what other kernels made of the same arguments; overwritten where far.
+      far: bool scalar.
+      q: (M, d) float32 raw queries. x, s: (N, d) float32 raw particles and scores, d <= 256.
+      scale, c: (d,) float32, 1/sqrt(h) and repulsion/sqrt(h).
+      kernel: "rbf" or "imq".
+      base: (M, d) float32 or None. step: float32 scalar or None; both or neither.
+    """
+    n, d = x.shape
+
+    def row(i, refs, out_refs):
+        q_ref, x_ref, s_ref, scale_ref, c_ref, *base_refs = refs
+        view = _View(d, 0 * i, _width(d))
+        q_i, scale_, c_ = view.load(q_ref, i), view.load(scale_ref), view.load(c_ref)
+
+        def tile(at, inside, total):
+            difference = scale_ * (q_i - view.tile(x_ref, at, inside))
+            f, w, _ = _profile(kernel, _half_squared(difference), inside, interpret)
+            score = view.tile(s_ref, at, inside)
+            return total + jnp.sum(f[:, None] * score + w[:, None] * (c_ * difference), axis=0)
+
+        y = _walk(n, view.width, tile, jnp.zeros((view.width,), jnp.float32)) * (1.0 / n)
+        if base_refs:
+            y = view.load(base_refs[0], i) + base_refs[1][0] * y
+        view.store(out_refs[0], i, y)
+
+    more = [] if base is None else [base, _one(step)]
+    name = f"svgd_apart_forward_{kernel}"
+    return _overwrite(row, [phi], far, [q, x, s, scale, c, *more], q.shape[0], name, interpret)[0]
+
+
+def backward(near, far, x, s, scale, c, g, *, kernel, interpret=False):
+    """Cotangents of `forward(z, z, ...)` by differences where far is set, else near.
+
+    Args:
+      near: (dz, ds, dc, dl), four (N, d) float32 arrays: the cotangents of the standardised particles
+        and of the scores, and rows whose sums are those of c and of log(scale) at a fixed c.
+      far, x, s, scale, c, kernel: as in `forward`, d <= 256. g: (N, d) float32 cotangent of phi.
+
+    Returns:
+      The four arrays, overwritten where far.
+    """
+    n, d = x.shape
+
+    def row(i, refs, out_refs):
+        x_ref, s_ref, g_ref, scale_ref, c_ref = refs
+        view = _View(d, 0 * i, _width(d))
+        x_i, s_i, g_i = (view.load(ref, i) for ref in (x_ref, s_ref, g_ref))
+        scale_, c_ = view.load(scale_ref), view.load(c_ref)
+
+        def tile(at, inside, sums):
+            position, smooth, exchange, push, spread = sums
+            x_j, s_j, g_j = (view.tile(ref, at, inside) for ref in (x_ref, s_ref, g_ref))
+            difference = scale_ * (x_i - x_j)
+            f, w, curvature = _profile(kernel, _half_squared(difference), inside, interpret)
+            drive = jnp.sum(g_i * s_j + s_i * g_j, axis=1)
+            turned = jnp.sum(c_ * (g_i - g_j) * difference, axis=1)
+            weight = (w * drive + curvature * turned)[:, None]
+            f, w = f[:, None], w[:, None]
+            return (
+                position + jnp.sum(weight * difference, axis=0),
+                smooth + jnp.sum(f * g_j, axis=0),
+                exchange + jnp.sum(w * (g_i - g_j), axis=0),
+                push + jnp.sum(w * difference, axis=0),
+                spread + jnp.sum(weight * (difference * difference), axis=0),
+            )
+
+        zero = jnp.zeros((view.width,), jnp.float32)
+        sums = _walk(n, view.width, tile, (zero,) * 5)
+        position, smooth, exchange, push, spread = (x * (1.0 / n) for x in sums)
+        d_drift = g_i * push
+        rows = c_ * exchange - position, smooth, d_drift, c_ * d_drift - 0.5 * spread
+        for ref, value in zip(out_refs, rows, strict=True):
+            view.store(ref, i, value)
+
+    name = f"svgd_apart_backward_{kernel}"
+    return _overwrite(row, list(near), far, [x, s, g, scale, c], n, name, interpret)
+
+
+def half_squared_distances(u, far, x, scale, *, interpret=False):
+    """u (N, N), or sum_c (scale_c (x_ic - x_jc))^2 / 2 where far is set; any d."""
+    n, d = x.shape
+    columns = min(32, tiles.next_power_of_two(n))
+
+    def row(i, refs, out_refs):
+        x_ref, scale_ref = refs
+
+        def across(t, _):
+            at, inside = _columns(t, columns, n)
+
+            def along(k, total):
+                view = _View(d, k * CHUNK, CHUNK)
+                other = view.tile(x_ref, at, inside)
+                difference = view.load(scale_ref) * (view.load(x_ref, i) - other)
+                return total + _half_squared(difference)
+
+            zero = jnp.zeros((columns,), jnp.float32)
+            total = lax.fori_loop(0, -(-d // CHUNK), along, zero)
+            plt.store(out_refs[0].at[i, at], total, mask=inside)
+            return 0
+
+        lax.fori_loop(0, -(-n // columns), across, 0)
+
+    return _overwrite(row, [u], far, [x, scale], n, "svgd_apart_distances", interpret)[0]
+
+
+def combine(phi, far, weights, slopes, x, s, scale, c, *, base=None, step=None, interpret=False):
+    """phi, or 1/N sum_j [K_ij s_j + W_ij c scale (x_i - x_j)] (x + step * that) where far is set; any d.
+
+    Args:
+      phi: (N, d) float32. weights, slopes: (N, N) float32, K and W. The rest as in `forward`.
+    """
+    n, d = x.shape
+    chunks = -(-d // CHUNK)
+
+    def row(task, refs, out_refs):
+        k_ref, w_ref, x_ref, s_ref, scale_ref, c_ref, *base_refs = refs
+        i, view = task // chunks, _View(d, task % chunks * CHUNK, CHUNK)
+        x_i, scale_, c_ = view.load(x_ref, i), view.load(scale_ref), view.load(c_ref)
+
+        def tile(at, inside, total):
+            difference = scale_ * (x_i - view.tile(x_ref, at, inside))
+            score = view.tile(s_ref, at, inside)
+            f, w = (
+                plt.load(ref.at[i, at], mask=inside, other=0.0)[:, None] for ref in (k_ref, w_ref)
+            )
+            return total + jnp.sum(f * score + w * (c_ * difference), axis=0)
+
+        y = _walk(n, CHUNK, tile, jnp.zeros((CHUNK,), jnp.float32)) * (1.0 / n)
+        if base_refs:
+            y = view.load(base_refs[0], i) + base_refs[1][0] * y
+        view.store(out_refs[0], i, y)
+
+    more = [] if base is None else [base, _one(step)]
+    arrays = [weights, slopes, x, s, scale, c, *more]
+    return _overwrite(row, [phi], far, arrays, n * chunks, "svgd_apart_combine", interpret)[0]
+
+
+# --- one row against all particles -----------------------------------------------------------------
+
+
+class _View:
+    """Dimensions start, ..., start + width - 1 of arrays with d of them; zeros beyond d.
+
+    start is traced: JAX refuses a slice beyond an edge that it can see, mask or no mask.
+    """
+
+    def __init__(self, d, start, width):
+        self.width, self.at = width, pl.ds(start, width)
+        self.inside = start + jnp.arange(width) < d
+
+    def load(self, ref, *row):
+        return plt.load(ref.at[(*row, self.at)], mask=self.inside, other=0.0)
+
+    def store(self, ref, row, value):
+        plt.store(ref.at[row, self.at], value, mask=self.inside)
+
+    def tile(self, ref, columns, inside):
+        mask = inside[:, None] & self.inside[None, :]
+        return plt.load(ref.at[columns, self.at], mask=mask, other=0.0)
+
+
+def _width(d):
+    return max(16, tiles.next_power_of_two(d))
+
+
+def _columns(t, size, n):
+    return pl.ds(t * size, size), t * size + jnp.arange(size) < n
+
+
+def _walk(n, width, tile, start):
+    """tile(columns, inside, carry) over all n particles."""
+    size = min(TILE // width, max(16, tiles.next_power_of_two(n)))
+    step = lambda t, carry: tile(*_columns(t, size, n), carry)
+    return lax.fori_loop(0, -(-n // size), step, start)
+
+
+def _half_squared(difference):
+    return 0.5 * jnp.sum(difference * difference, axis=1)
+
+
+def _profile(kernel, u, inside, interpret):
+    weights = pairs.profile(kernel, 2.0 * pairs.distance_scale(kernel) * u, interpret)
+    return tuple(jnp.where(inside, x, 0.0) for x in weights)
+
+
+def _one(number):
+    return jnp.reshape(number, (1,)).astype(jnp.float32)
+
+
+def _overwrite(row, outputs, far, arrays, rows, name, interpret):
+    """row(i, refs, output refs) for every i < rows where far is set; the outputs as they are elsewhere."""
+    # The interpreter copies whole arrays for every program.
+    programs = min(rows, 4 if interpret else PROGRAMS)
+
+    def program(far_ref, *refs):
+        given, out_refs = refs[: len(arrays)], refs[len(arrays) + len(outputs) :]
+        first = pl.program_id(0)
+
+        @pl.when(far_ref[0] != 0)
+        def _():
+            def turn(k, _):
+                # Beyond the end the last row is made again, to the same bits.
+                row(jnp.minimum(first + k * programs, rows - 1), given, out_refs)
+                return 0
+
+            lax.fori_loop(0, -(-rows // programs), turn, 0)
+
+    program.__name__ = name
+    flag = jnp.reshape(far, (1,)).astype(jnp.int32)
+    return pl.pallas_call(
+        program,
+        grid=(programs,),
+        in_specs=[pl.BlockSpec()] * (1 + len(arrays) + len(outputs)),
+        out_specs=[pl.BlockSpec()] * len(outputs),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
+        input_output_aliases={1 + len(arrays) + k: k for k in range(len(outputs))},
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(flag, *arrays, *outputs)
