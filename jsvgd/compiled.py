@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jsvgd import streamed
 from jsvgd.coordinates import FAR, Raw, half_reach, standardise
-from jsvgd.dispatch import in_gram_regime, kernel_name
+from jsvgd.dispatch import in_gram_regime, is_small, kernel_name
 
 __all__ = ["backward", "forward"]
 
@@ -40,30 +40,34 @@ def forward(implementation, raw: Raw, step_size, *, kernel, precision) -> jax.Ar
 
 
 def _by_rows(implementation, raw, step_size, kernel, precision):
-    near = standardise(raw)
     name, interpreted = kernel_name(kernel), _interpreted(implementation)
     base = None if step_size is None else raw.particles
-    phi = _kernels(f"{_family(implementation)}_forward").forward(
-        # Where queries are the particles, the same object: the kernels share its operands.
-        near.particles if near.queries is None else near.queries,
-        near.particles,
-        near.scores,
-        near.drift,
-        kernel=name,
-        precision=precision,
-        base=base,
-        scale=step_size,
-        **interpreted,
-    )
+    # Where queries are the particles, the same object: the kernels share its operands.
+    arrays = (raw.particles if raw.queries is None else raw.queries, *raw[1:])
+    if is_small(implementation, raw):
+        phi, far = _kernels("triton_small").forward(
+            *arrays,
+            kernel=name,
+            precision=precision,
+            limit=FAR,
+            base=base,
+            step=step_size,
+            **interpreted,
+        )
+    else:
+        near = standardise(raw)
+        far = half_reach(near) > FAR
+        phi = _kernels(f"{_family(implementation)}_forward").forward(
+            near.particles if near.queries is None else near.queries,
+            *near[1:],
+            kernel=name,
+            precision=precision,
+            base=base,
+            scale=step_size,
+            **interpreted,
+        )
     return _kernels("triton_apart").forward(
-        phi,
-        half_reach(near) > FAR,
-        raw.particles if raw.queries is None else raw.queries,
-        *raw[1:],
-        kernel=name,
-        base=base,
-        step=step_size,
-        **interpreted,
+        phi, far, *arrays, kernel=name, base=base, step=step_size, **interpreted
     )
 
 

@@ -90,7 +90,7 @@ def choose(n, m, d, *, dtype, kernel, precision, platform) -> Choice:
         return Choice("xla", f"no compiled kernel computes in {dtype.name}")
     capability = _compute_capability()
     declined = []
-    for implementation in _preference(d, capability):
+    for implementation in _preference(n if m is None else max(n, m), d, capability):
         takes, why_not = supports(
             implementation, n, d, m=m, dtype=dtype, kernel=kernel, precision=precision
         )
@@ -106,17 +106,22 @@ _REASONS = {
 }
 
 
-def _preference(d, capability) -> list[str]:
+def _preference(rows, d, capability) -> list[str]:
     """Compiled implementations for this device, the fastest first."""
     if capability < 8.0:
         return []
     if not 9.0 <= capability < 10.0:
         return ["triton"]
-    return ["triton", "mosaic_gpu"] if d <= SMALL_DIMENSION else ["mosaic_gpu", "triton"]
+    portable_first = d <= SMALL_DIMENSION or rows <= FEW_ROWS
+    return ["triton", "mosaic_gpu"] if portable_first else ["mosaic_gpu", "triton"]
 
 
 # Up to here the pairs' own arithmetic costs less than feeding the matrix units.
-SMALL_DIMENSION = 4
+SMALL_DIMENSION = 2
+
+# Up to here one launch from raw arrays beats operands prepared once; in a few dimensions the differences
+# of triton_forward, exact wherever particles lie, cost no more.
+FEW_ROWS, FEW_ROWS_FROM_DIMENSION = 2048, 9
 
 
 def supports(
@@ -141,6 +146,14 @@ def supports(
 def in_gram_regime(implementation, raw: Raw) -> bool:
     """Whether the portable kernels cut the work along d instead of along the particles."""
     return _few_in_many_dimensions(implementation, *raw.particles.shape, raw.queries is not None)
+
+
+def is_small(implementation, raw: Raw) -> bool:
+    """Whether the portable kernel for few particles takes these."""
+    n, d = raw.particles.shape
+    rows = n if raw.queries is None else max(n, raw.queries.shape[0])
+    few = rows <= FEW_ROWS and d >= FEW_ROWS_FROM_DIMENSION
+    return few and implementation in ("triton", "interpret")
 
 
 def _few_in_many_dimensions(implementation, n, d, has_queries) -> bool:

@@ -30,7 +30,7 @@ def forward(phi, far, q, x, s, scale, c, *, kernel, base=None, step=None, interp
 
     Args:
       phi: (M, d) float32, what other kernels made of the same arguments; overwritten where far.
-      far: bool scalar.
+      far: bool or integer flags, a scalar or (P,): whether any is set decides.
       q: (M, d) float32 raw queries. x, s: (N, d) float32 raw particles and scores, d <= 256.
       scale, c: (d,) float32, 1/sqrt(h) and repulsion/sqrt(h).
       kernel: "rbf" or "imq".
@@ -222,12 +222,16 @@ def _overwrite(row, outputs, far, arrays, rows, name, interpret):
     """row(i, refs, output refs) for every i < rows where far is set; the outputs as they are elsewhere."""
     # The interpreter copies whole arrays for every program.
     programs = min(rows, 4 if interpret else PROGRAMS)
+    far = jnp.reshape(far, (-1,)).astype(jnp.int32)
+    count = far.shape[0]
 
     def program(far_ref, *refs):
         given, out_refs = refs[: len(arrays)], refs[len(arrays) + len(outputs) :]
         first = pl.program_id(0)
+        flags = pl.ds(0 * first, tiles.next_power_of_two(count))
+        inside = 0 * first + jnp.arange(flags.size) < count
 
-        @pl.when(far_ref[0] != 0)
+        @pl.when(jnp.max(plt.load(far_ref.at[flags], mask=inside, other=0)) != 0)
         def _():
             def turn(k, _):
                 # Beyond the end the last row is made again, to the same bits.
@@ -237,7 +241,6 @@ def _overwrite(row, outputs, far, arrays, rows, name, interpret):
             lax.fori_loop(0, -(-rows // programs), turn, 0)
 
     program.__name__ = name
-    flag = jnp.reshape(far, (1,)).astype(jnp.int32)
     return pl.pallas_call(
         program,
         grid=(programs,),
@@ -248,4 +251,4 @@ def _overwrite(row, outputs, far, arrays, rows, name, interpret):
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name=name,
-    )(flag, *arrays, *outputs)
+    )(far, *arrays, *outputs)

@@ -105,15 +105,20 @@ def split(x, dtype, precision):
     return high.astype(dtype), (x - high).astype(dtype)
 
 
-def split_tile(x, precision):
-    """Parts in bfloat16 of a tile computed inside a kernel; the high part by a bit mask, which is exact."""
+def split_tile(x, precision, dtype=jnp.bfloat16):
+    """Parts of a tile inside a kernel; the high part by a bit mask, which is exact.
+
+    dtype: bfloat16 (8 + 8 bits), float16 (10 + 11), or float32 for parts that one pass of TF32 keeps
+    whole (10 + 11 bits over float32's range).
+    """
     if precision == "highest":
         return (x,)
     if precision == "default":
-        return (x.astype(jnp.bfloat16),)
-    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536)
+        return (x.astype(jnp.bfloat16 if dtype == jnp.float32 else dtype),)
+    mask = -65536 if dtype == jnp.bfloat16 else -8192
+    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(mask)
     high = lax.bitcast_convert_type(bits, jnp.float32)
-    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+    return high.astype(dtype), (x - high).astype(dtype)
 
 
 def product(left, right, contract):
@@ -127,9 +132,11 @@ def product(left, right, contract):
     else:
         pairs = [(left[1], right[0]), (left[0], right[1]), (left[0], right[0])]
     total = None
+    # 16-bit operands have one product; DEFAULT only names it. Whole float32 operands ask for IEEE
+    # products, and their parts for one pass of TF32, which is what they were cut for.
+    whole = len(pairs) == 1 and left[0].dtype == jnp.float32
+    precision = lax.Precision.HIGHEST if whole else lax.Precision.DEFAULT
     for a, b in pairs:
-        # 16-bit operands have one product; DEFAULT only names it. float32 operands ask for IEEE.
-        precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
         term = lax.dot_general(
             a,
             b,
@@ -157,7 +164,8 @@ def column_norms(parts, n):
 def distances(q, k, q_norm, k_norm, interpret):
     """Tile of |q_i - k_j|^2, not below 0, from operands in parts and squared norms (bm, 1) and (1, bn)."""
     two = jnp.full((1, 1), -2.0, jnp.float32)
-    return jnp.maximum(fma(product(q, k, (1, 1)), two, q_norm + k_norm, interpret), 0.0)
+    distance = fma(product(q, k, (1, 1)), two, q_norm + k_norm, interpret)
+    return jnp.where(distance < 0.0, 0.0, distance)  # maximum would turn a NaN into 0 on a GPU
 
 
 def components(x, size, value=0.0):

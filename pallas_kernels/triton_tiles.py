@@ -142,6 +142,21 @@ def forward_tiles(kernel, n, m, d, precision, family=None):
     return _fitted(Tiles("dot", bm, bn, warps, stages, splits), half_words, operands * half_words)
 
 
+def small_tiles(n, m, d, precision):
+    """Tiles of the forward kernel for few particles."""
+    dp = max(16, next_power_of_two(d))
+    if precision == "highest":
+        bm, bn, warps = (32, 32, 4) if dp <= 64 else (16, 16, 4)
+    else:
+        bm, bn, warps = (64, 64, 4) if dp <= 64 else (64, 32, 8)
+    row_tiles, turns = -(-m // bm), -(-n // bn)
+    # Up to four turns in a row cost less than the launch that adds the parts.
+    splits = (
+        1 if turns <= 4 else max(1, min(2 * MULTIPROCESSORS // row_tiles, turns // 2, MAX_SPLITS))
+    )
+    return Tiles("small", bm, bn, warps, 1, splits)
+
+
 def backward_tiles(kernel, n, d, precision, family=None):
     """Tiles of the backward kernel for n particles, d dimensions."""
     if family is None:

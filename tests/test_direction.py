@@ -45,10 +45,19 @@ float64_implementation = pytest.mark.parametrize("implementation", [None, "xla",
 every_kernel = pytest.mark.parametrize("kernel", ["rbf", "imq"])
 
 
-def supported(implementation, kernel="rbf"):
-    """Skips what an implementation declines by design; without a name the op falls back."""
-    if implementation == "mosaic_gpu" and kernel != "rbf":
-        pytest.skip("the Hopper kernels are rbf")
+def supported(implementation, n, d, kernel="rbf"):
+    """Skips what the Hopper kernels decline by design; without a name the op falls back."""
+    if implementation == "mosaic_gpu":
+        takes, why_not = jsvgd.dispatch.supports(
+            implementation,
+            n,
+            d,
+            dtype=jnp.float32,
+            kernel=jsvgd.kernels.get_kernel(kernel),
+            precision="high",
+        )
+        if not takes:
+            pytest.skip(why_not)
 
 
 def tolerance(implementation):
@@ -79,7 +88,7 @@ def test_float32_against_the_oracle_for_every_kernel(implementation, kernel, n, 
 
 
 def check_float32(implementation, kernel, n, d):
-    supported(implementation, kernel)
+    supported(implementation, n, d, kernel)
     x, s = draw(n, d)
     h = bandwidth_for(x)
     phi = jsvgd.svgd_direction(x, s, h, kernel=kernel, implementation=implementation)
@@ -97,7 +106,6 @@ def check_float32(implementation, kernel, n, d):
 @every_kernel
 @pytest.mark.parametrize(("n", "d"), [(1, 3), (37, 11), (129, 65), (513, 2), (20, 501)])
 def test_float64_against_the_oracle(implementation, kernel, n, d, x64):
-    supported(implementation, kernel)
     x, s = draw(n, d, dtype=np.float64)
     h = wide(bandwidth_for(x))
     phi = jsvgd.svgd_direction(x, s, h, kernel=kernel, implementation=implementation)
@@ -120,6 +128,7 @@ def test_far_from_the_origin(implementation, offset, n, d):
 @pytest.mark.parametrize("m", [1, 37])
 def test_queries_far_from_the_origin(implementation, n, d, m):
     """Particles and queries must be centred by the same bits, alone and under vmap."""
+    supported(implementation, n, d)
     x, s = draw(n, d, offset=1e4)
     y, _ = draw(m, d, seed=1, offset=1e4)
     h = bandwidth_for(x)
@@ -146,7 +155,7 @@ def test_as_many_queries_as_particles_in_many_dimensions(monkeypatch):
 @pytest.mark.parametrize("distance", [3.0, 30.0, 300.0, 1e5])
 @pytest.mark.parametrize(("n", "d"), [(143, 67), (211, 3)])
 def test_far_clusters(implementation, kernel, distance, n, d):
-    supported(implementation, kernel)
+    supported(implementation, n, d, kernel)
     x, s = draw(n, d)
     x = (x + distance * np.where(np.arange(n) % 3 == 0, 1, -1)[:, None]).astype(np.float32)
     h = np.float32(2 * d / np.log(n))
@@ -157,8 +166,8 @@ def test_far_clusters(implementation, kernel, distance, n, d):
 @every_implementation
 def test_a_lost_neighbour_does_not_spoil_far_clusters(implementation):
     """NaN in one chain, or in one query, leaves the others their digits."""
-    x, s = draw(61, 9)
-    x = (x + 300 * np.where(np.arange(61) % 3 == 0, 1, -1)[:, None]).astype(np.float32)
+    x, s = draw(67, 9)
+    x = (x + 300 * np.where(np.arange(67) % 3 == 0, 1, -1)[:, None]).astype(np.float32)
     lost = x.copy()
     lost[0, 0] = np.nan
     h = np.float32(3.0)
@@ -173,7 +182,7 @@ def test_a_lost_neighbour_does_not_spoil_far_clusters(implementation):
 
 @every_implementation
 def test_one_far_particle_in_one_chain_of_many(implementation):
-    x, s = (np.stack(a) for a in zip(*(draw(61, 9, seed=i) for i in range(3)), strict=True))
+    x, s = (np.stack(a) for a in zip(*(draw(67, 9, seed=i) for i in range(3)), strict=True))
     x[1, 17] += 1e5
     h = np.float32(3.0)
     direction = functools.partial(jsvgd.svgd_direction, implementation=implementation)
@@ -187,7 +196,7 @@ def test_one_far_particle_in_one_chain_of_many(implementation):
 @every_implementation
 @every_kernel
 def test_one_particle_follows_its_score(implementation, kernel):
-    supported(implementation, kernel)
+    supported(implementation, 1, 5, kernel)
     x, s = draw(1, 5)
     phi = jsvgd.svgd_direction(x, s, 0.7, kernel=kernel, implementation=implementation)
     np.testing.assert_allclose(phi, s, rtol=1e-6)
@@ -196,7 +205,7 @@ def test_one_particle_follows_its_score(implementation, kernel):
 @every_implementation
 @every_kernel
 def test_coincident_particles_do_not_repel(implementation, kernel):
-    supported(implementation, kernel)
+    supported(implementation, 67, 5, kernel)
     x = np.full((67, 5), 3.25, np.float32)
     _, s = draw(67, 5)
     phi = jsvgd.svgd_direction(x, s, 1e-5, kernel=kernel, implementation=implementation)
@@ -208,7 +217,7 @@ def test_coincident_particles_do_not_repel(implementation, kernel):
 @every_implementation
 @every_kernel
 def test_bandwidth_a_dimension(implementation, kernel):
-    supported(implementation, kernel)
+    supported(implementation, 97, 13, kernel)
     x, s = draw(97, 13)
     h = np.geomspace(0.5, 50, 13).astype(np.float32)
     direction = functools.partial(
@@ -229,7 +238,7 @@ def test_bandwidth_a_dimension(implementation, kernel):
 @every_kernel
 @pytest.mark.parametrize("m", [1, 43, 131])
 def test_queries(implementation, kernel, m):
-    supported(implementation, kernel)
+    supported(implementation, 97, 13, kernel)
     x, s = draw(97, 13)
     y, weights = draw(m, 13, seed=1)
     h = bandwidth_for(x)
@@ -279,7 +288,7 @@ def test_gradient_in_repulsion(implementation):
 @every_kernel
 @pytest.mark.parametrize(("n", "d"), [(1, 3), (37, 11), (129, 65), (513, 2), (20, 501)])
 def test_gradients_float32(implementation, kernel, n, d):
-    supported(implementation, kernel)
+    supported(implementation, n, d, kernel)
     x, s = draw(n, d)
     weights = draw(n, d, seed=1)[1]
     h = bandwidth_for(x)
@@ -294,7 +303,6 @@ def test_gradients_float32(implementation, kernel, n, d):
 @float64_implementation
 @every_kernel
 def test_gradients_float64(implementation, kernel, x64):
-    supported(implementation, kernel)
     x, s = draw(131, 17, dtype=np.float64)
     weights = draw(131, 17, seed=1, dtype=np.float64)[1]
     h = wide(bandwidth_for(x))
@@ -334,7 +342,6 @@ def test_gradient_in_the_bandwidth_of_separate_clusters(kernel, distance, d):
 @float64_implementation
 @every_kernel
 def test_second_order(implementation, kernel, x64):
-    supported(implementation, kernel)
     x, s = draw(23, 5, dtype=np.float64)
     weights = draw(23, 5, seed=1, dtype=np.float64)[1]
 
@@ -354,8 +361,8 @@ def test_second_order(implementation, kernel, x64):
 @every_implementation
 @every_kernel
 def test_transformations_agree(implementation, kernel):
-    supported(implementation, kernel)
-    chains, n, d = 3, 61, 9
+    supported(implementation, 67, 9, kernel)
+    chains, n, d = 3, 67, 9
     x, s = (np.stack(a) for a in zip(*(draw(n, d, seed=i) for i in range(chains)), strict=True))
     h = np.float32([1.0, 2.5, 7.0])
     weights = draw(n, d, seed=9)[1]
@@ -381,7 +388,9 @@ def test_transformations_agree(implementation, kernel):
     remat = jax.vmap(jax.grad(jax.checkpoint(value), (0, 1, 2)))(x, s, h)
     for transformed in (vmap_of_grad, grad_of_vmap, scan_of_grad, remat):
         for got, expected in zip(transformed, alone, strict=True):
-            assert relative_error(got, expected) <= 1e-5
+            # One bit of difference in an operand may move a product of 16-bit parts by its error.
+            allowed = 1e-5 if implementation in PRODUCTS_IN_FLOAT32 else tolerance(implementation)
+            assert relative_error(got, expected) <= allowed
 
 
 @every_implementation
@@ -419,7 +428,7 @@ def test_update_moves_along_the_direction(implementation):
 
 @every_implementation
 def test_the_inputs_stay_as_they_are(implementation):
-    x, s = draw(17, 3)
+    x, s = draw(67, 3)
     kept = x.copy(), s.copy()
     jsvgd.svgd_update(x, s, 1.0, 0.3, implementation=implementation)
     np.testing.assert_array_equal(x, kept[0])
