@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 import jsvgd
 from experiments.command_line import Parser, integer, output_folder, require, run_script
-from experiments.timing import compiled_with_memory, seconds_a_call
+from experiments.timing import compiled_with_memory, seconds_a_call, seconds_a_step
 
 __all__ = ["main", "measure", "measure_step"]
 
@@ -64,11 +64,7 @@ def measure(n: int, d: int, *, largest_sort: int) -> list[dict]:
     for name, function in ways.items():
         compiled, held = compiled_with_memory(function, x)
         value = float(jnp.ravel(compiled(x))[0])
-
-        def moves(x, function=function):
-            return jnp.broadcast_to(function(x), x.shape)
-
-        milliseconds = 1e3 * seconds_a_call(moves, x)
+        milliseconds = 1e3 * seconds_a_call(function, x)
         rows.append(
             {"name": name, "n": n, "d": d, "milliseconds": milliseconds, "bytes": held}
             | ({"bandwidth": value} if name != "with gradient" else {})
@@ -80,11 +76,11 @@ def measure_step(n: int, d: int) -> list[dict]:
     """A whole step of jsvgd, and of BlackJAX where it is installed."""
     x = jax.random.normal(jax.random.key(0), (n, d))
 
-    def direction(x):  # seconds_a_call adds the update
-        return jsvgd.svgd_direction(x, -x, jsvgd.median_bandwidth(x))
+    def update(x):
+        return jsvgd.svgd_update(x, -x, jsvgd.median_bandwidth(x), 1e-3)
 
     row = {"name": "jsvgd step", "n": n, "d": d}
-    rows = [row | {"milliseconds": 1e3 * seconds_a_call(direction, x)}]
+    rows = [row | {"milliseconds": 1e3 * seconds_a_step(update, x)}]
     try:
         import blackjax
         import optax
@@ -96,7 +92,7 @@ def measure_step(n: int, d: int) -> list[dict]:
     def step(state):  # all of the state, or its median would be left out as unused
         return algorithm.step(state._replace(kernel_parameters=dict(state.kernel_parameters)))
 
-    seconds = seconds_a_call(step, algorithm.init(x))
+    seconds = seconds_a_step(step, algorithm.init(x))
     return [*rows, row | {"name": "BlackJAX step", "milliseconds": 1e3 * seconds}]
 
 

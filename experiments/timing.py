@@ -9,33 +9,55 @@ from collections.abc import Callable
 import jax
 from jax import lax
 
-__all__ = ["compiled_with_memory", "seconds_a_call"]
+__all__ = ["compiled_with_memory", "seconds_a_call", "seconds_a_step"]
+
+# Steps in a loop whose length XLA knows: after every turn of any other, the host waits for the device.
+STEPS = 16
 
 
-def seconds_a_call(function: Callable, x, *rest, seconds: float = 0.1, repeats: int = 3) -> float:
-    """Median seconds of ``function(x, *rest)`` inside one compiled loop, where x moves a little each time.
+def seconds_a_call(function: Callable, x, *rest, **options) -> float:
+    """Median seconds of ``function(x, *rest)`` inside one compiled loop.
+
+    One number of x moves a little from call to call, by a number of the result, so that no call can be
+    left out or taken out of the loop; nothing else is read or written beside the function.
 
     Args:
-      function: its result has the structure of x.
+      function: its result is an array or a pytree of arrays.
+      x: array.
+      options: as for ``seconds_a_step``.
+    """
+
+    def step(state):
+        x, rest = state
+        result = lax.optimization_barrier(function(x, *rest))
+        moved = sum(leaf.ravel()[0] for leaf in jax.tree.leaves(result))
+        return x.at[(0,) * x.ndim].add((1e-6 * moved).astype(x.dtype)), rest
+
+    return seconds_a_step(step, (x, rest), **options)
+
+
+def seconds_a_step(step: Callable, state, *, seconds: float = 0.1, repeats: int = 3) -> float:
+    """Median seconds of ``state = step(state)`` inside one compiled loop.
+
+    Args:
       seconds: about how long one repeat may take.
     """
 
     @jax.jit
-    def loop(count, x, rest):
-        def once(_, x):
-            return jax.tree.map(lambda a, b: a + 1e-6 * b, x, function(x, *rest))
+    def loop(turns, state):
+        def turn(_, state):
+            return lax.fori_loop(0, STEPS, lambda _, state: step(state), state)
 
-        return lax.fori_loop(0, count, once, x)
+        return lax.fori_loop(0, turns, turn, state)
 
-    def run(count):
+    def run(turns):
         start = time.perf_counter()
-        jax.block_until_ready(loop(count, x, rest))
+        jax.block_until_ready(loop(turns, state))
         return time.perf_counter() - start
 
     run(1)
-    once = run(3) / 3
-    count = max(3, min(2000, int(seconds / max(once, 1e-6))))
-    return statistics.median(run(count) / count for _ in range(repeats))
+    turns = max(1, min(200, int(seconds / max(run(1), 1e-6))))
+    return statistics.median(run(turns) for _ in range(repeats)) / (turns * STEPS)
 
 
 def compiled_with_memory(function: Callable, *arrays):

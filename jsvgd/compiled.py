@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jsvgd import streamed
-from jsvgd.coordinates import FAR, Raw, half_reach, standardise
+from jsvgd.coordinates import FAR, FAR_BACKWARD, Raw, half_reach, standardise
 from jsvgd.dispatch import in_gram_regime, is_small, kernel_name
 
 __all__ = ["backward", "forward"]
@@ -115,7 +115,7 @@ def backward(
     )
     dz, ds, d_drift, d_log_scale = _kernels("triton_apart").backward(
         (dz, ds, z * exchange, z * dz),
-        half_reach(near) > FAR,
+        half_reach(near) > FAR_BACKWARD,
         *raw[1:],
         cotangent,
         kernel=name,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jsvgd import composite, dispatch, operation
 from jsvgd.arguments import check_bandwidth, check_matrix, check_real
-from jsvgd.coordinates import compute_dtype
+from jsvgd.coordinates import FAR_BACKWARD, compute_dtype
 from jsvgd.kernels import Kernel, RadialKernel
 from jsvgd.operation import Config
 
@@ -169,8 +169,9 @@ def _dispatch(
     if config.implementation == "dense":
         return operation.dense(config, *inputs)
     if implementation == "xla":
-        # By XLA's own operations throughout, so that forward mode works too.
-        return operation.evaluate(config, *inputs)
+        # By XLA's own operations throughout, so that forward mode works too; it is also what XLA
+        # differentiates, so particles count as far where their gradient says so.
+        return operation.evaluate(config._replace(far=FAR_BACKWARD), *inputs)
     try:
         return operation.direction(config, *inputs)
     except TypeError as error:

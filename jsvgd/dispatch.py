@@ -121,7 +121,7 @@ SMALL_DIMENSION = 2
 
 # Up to here one launch from raw arrays beats operands prepared once; in a few dimensions the differences
 # of triton_forward, exact wherever particles lie, cost no more.
-FEW_ROWS, FEW_ROWS_FROM_DIMENSION = 2048, 9
+FEW_ROWS, FEW_ROWS_FROM_DIMENSION = 1024, 9
 
 
 def supports(

@@ -29,6 +29,7 @@ class Config(NamedTuple):
     kernel: RadialKernel
     precision: str
     implementation: str
+    far: float = coordinates.FAR  # max|z|^2 / 2 beyond which XLA's direction takes differences
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -65,7 +66,7 @@ def evaluate(config: Config, particles, scores, bandwidth, queries, repulsion, s
     return result.astype(jnp.result_type(particles, scores))
 
 
-def _far_or_near(config: Config, raw: Raw, function, *operands):
+def _far_or_near(config: Config, limit: float, raw: Raw, function, *operands):
     """function(arrays, *operands, kernel, precision, pairs) on coordinates that have the digits."""
     options = {
         "kernel": config.kernel,
@@ -82,12 +83,13 @@ def _far_or_near(config: Config, raw: Raw, function, *operands):
         return function(near, *operands, pairs=streamed.PRODUCTS, **options)
 
     near = coordinates.standardise(raw)
-    far = coordinates.any_far(coordinates.half_reach(near))
+    far = coordinates.any_beyond(limit, coordinates.half_reach(near))
     return lax.cond(far, by_differences, by_products, raw, near, *operands)
 
 
 def _streamed(config: Config, raw: Raw) -> jax.Array:
-    return _far_or_near(config, raw, lambda arrays, **options: streamed.forward(*arrays, **options))
+    forward = lambda arrays, **options: streamed.forward(*arrays, **options)
+    return _far_or_near(config, config.far, raw, forward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -104,9 +106,8 @@ def _direction_bwd(config, inputs, cotangent):
     particles, scores, bandwidth, queries, _, step_size = inputs
     if queries is not None:
         # Two sets of rows own the gradient here: XLA derives both passes from the streamed forward.
-        _, vjp = jax.vjp(
-            functools.partial(evaluate, config._replace(implementation="xla")), *inputs
-        )
+        by_xla = config._replace(implementation="xla", far=coordinates.FAR_BACKWARD)
+        _, vjp = jax.vjp(functools.partial(evaluate, by_xla), *inputs)
         return vjp(cotangent)
     raw = coordinates.raw(*inputs[:-1])
     cotangent = cotangent.astype(raw.particles.dtype)
@@ -152,7 +153,7 @@ def _streamed_backward(config: Config, isotropic, raw: Raw, cotangent) -> stream
         _, particles, scores, drift = arrays
         return streamed.backward(particles, scores, drift, g, isotropic=isotropic, **options)
 
-    return _far_or_near(config, raw, backward, cotangent)
+    return _far_or_near(config, coordinates.FAR_BACKWARD, raw, backward, cotangent)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

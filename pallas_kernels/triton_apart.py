@@ -20,6 +20,7 @@ from pallas_kernels import triton_pairs as pairs
 from pallas_kernels import triton_tiles as tiles
 
 PROGRAMS = 4 * tiles.MULTIPROCESSORS  # few, so that a launch with nothing to do is over at once
+ROWS = 16  # a program, at least: under vmap there are as many programs for every problem
 TILE = 4096  # elements of a (columns, dimensions) tile: 32 a thread
 LARGEST = 256  # dimensions up to which a program holds whole rows
 CHUNK = 128  # dimensions it holds otherwise
@@ -221,7 +222,7 @@ def _one(number):
 def _overwrite(row, outputs, far, arrays, rows, name, interpret):
     """row(i, refs, output refs) for every i < rows where far is set; the outputs as they are elsewhere."""
     # The interpreter copies whole arrays for every program.
-    programs = min(rows, 4 if interpret else PROGRAMS)
+    programs = min(-(-rows // ROWS), 4 if interpret else PROGRAMS)
     far = jnp.reshape(far, (-1,)).astype(jnp.int32)
     count = far.shape[0]
 

@@ -5,8 +5,10 @@ Rows no longer fit in a tile, so the work is cut along d instead, and the N x N 
     gram      G = Z Z^T,  z = scale (x - centre): a program sums one tile of G over its share of d.
     combine   phi = 1/N [ K s + c (rowsum(W) z - W z) ]: a program makes one tile (rows, columns of d).
 
-Both read x and s as they are, unpadded, centring and scaling on the way, so a direction reads x twice and s
-once and writes phi once: the floor of 4 N d numbers. Tiles that hang over an edge are masked.
+Up to a few hundred particles memory is the bound: both kernels read x and s as they are, centring, scaling
+and splitting on the way, so a direction reads x twice and s once and writes phi once, the floor of 4 N d
+numbers. With more, products are the bound and every tile is read by many programs: operands are split
+once, outside, and padded to whole tiles, so that the matrix units are fed by plain copies.
 """
 
 import dataclasses
@@ -20,6 +22,8 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import triton_pairs as pairs
 from pallas_kernels import triton_tiles as tiles
+
+SPLIT_OUTSIDE_FROM = 257  # particles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,8 @@ def gram_tiles(n, d):
 
 def combine_tiles(n):
     """A tile of phi. All rows at once where they fit, so that x and s are read once."""
+    if n >= SPLIT_OUTSIDE_FROM:
+        return GramTiles(128, 128, 8, 3, 32)
     rows = min(128, max(16, tiles.next_power_of_two(n)))
     return GramTiles(rows, 128 if rows >= 64 else 256, 4 if rows <= 64 else 8, 2, min(rows, 32))
 
@@ -72,26 +78,37 @@ def gram(x, centre, scale, *, precision, interpret=False, choice=None):
     side = -(-n // choice.rows)
     row, column = np.tril_indices(side)  # the other half is its mirror image
     turns = -(-d // (choice.columns * choice.shares))
+    if n >= SPLIT_OUTSIDE_FROM:
+        whole = side * choice.rows, turns * choice.columns * choice.shares
+        arrays = pairs.split(_padded(scale * (x - centre), *whole), jnp.bfloat16, precision)
 
-    def program(row_ref, column_ref, x_ref, centre_ref, scale_ref, out_ref):
+        def parts(refs, start_row, start):
+            at = pl.ds(start_row, choice.rows), pl.ds(start, choice.columns)
+            return tuple(ref[at] for ref in refs)
+
+    else:
+        arrays = x, centre, scale
+
+        def parts(refs, start_row, start):
+            return pairs.split_tile(_z(*refs, start_row, start, choice), precision)
+
+    def program(row_ref, column_ref, *refs):
+        *refs, out_ref = refs
         t, share = pl.program_id(0), pl.program_id(1)
-        tile_rows = [ref[t] * choice.rows for ref in (row_ref, column_ref)]
+        left_row, right_row = (ref[t] * choice.rows for ref in (row_ref, column_ref))
 
         def turn(k, total):
             start = (share * turns + k) * choice.columns
-            left, right = (
-                pairs.split_tile(_z(x_ref, centre_ref, scale_ref, r, start, choice), precision)
-                for r in tile_rows
-            )
+            left, right = parts(refs, left_row, start), parts(refs, right_row, start)
             return total + pairs.product(left, right, (1, 1))
 
         zero = jnp.zeros((choice.rows, choice.rows), jnp.float32)
         out_ref[0, 0] = lax.fori_loop(0, turns, turn, zero)
 
-    parts = pl.pallas_call(
+    sums = pl.pallas_call(
         program,
         grid=(len(row), choice.shares),
-        in_specs=[pl.BlockSpec()] * 5,
+        in_specs=[pl.BlockSpec()] * (2 + len(arrays)),
         out_specs=pl.BlockSpec((1, 1, choice.rows, choice.rows), lambda t, share: (share, t, 0, 0)),
         out_shape=jax.ShapeDtypeStruct(
             (choice.shares, len(row), choice.rows, choice.rows), jnp.float32
@@ -99,9 +116,9 @@ def gram(x, centre, scale, *, precision, interpret=False, choice=None):
         compiler_params=plt.CompilerParams(num_warps=choice.warps, num_stages=choice.stages),
         interpret=interpret,
         name="svgd_gram",
-    )(jnp.asarray(row, jnp.int32), jnp.asarray(column, jnp.int32), x, centre, scale)
+    )(jnp.asarray(row, jnp.int32), jnp.asarray(column, jnp.int32), *arrays)
     half = jnp.zeros((side, side, choice.rows, choice.rows), jnp.float32)
-    half = half.at[row, column].set(jnp.sum(parts, axis=0))
+    half = half.at[row, column].set(jnp.sum(sums, axis=0))
     half = half.transpose(0, 2, 1, 3).reshape(side * choice.rows, side * choice.rows)[:n, :n]
     lower = jnp.tril(half)
     return lower + jnp.tril(half, -1).T
@@ -136,34 +153,56 @@ def combine(
     n, d = x.shape
     choice = choice or combine_tiles(n)
     size = tiles.round_up(n, max(choice.rows, choice.depth))
+    step = jnp.reshape(jnp.asarray(0.0 if step is None else step, jnp.float32), (1,))
+    # phi = sum of these products + rowsum(W) c z_i
     same = kernel == "rbf"
     matrices = [weights] if same else [weights, slopes]
-    matrices = [jnp.pad(a, (0, size - n)) for a in matrices]
+    matrices = [
+        part
+        for matrix in matrices
+        for part in pairs.split(_padded(matrix, size, size), jnp.bfloat16, precision)
+    ]
+    each = len(matrices) // (1 if same else 2)
     row_sums = jnp.pad(jnp.sum(slopes, axis=1), (0, size - n))
-    step = jnp.reshape(jnp.asarray(0.0 if step is None else step, jnp.float32), (1,))
+    once = [row_sums, x, s, centre, scale, c, step]
+
+    def sources(score, drift_z):
+        """What the matrices are multiplied with."""
+        return [score - drift_z] if same else [score, -drift_z]
+
+    outside = n >= SPLIT_OUTSIDE_FROM
+    values = []
+    if outside:
+        wide = tiles.round_up(d, choice.columns)
+        values = [
+            part
+            for source in sources(s, c * (scale * (x - centre)))
+            for part in pairs.split(_padded(source, size, wide), jnp.bfloat16, precision)
+        ]
 
     def program(*refs):
-        *matrix_refs, sum_ref, x_ref, s_ref, centre_ref, scale_ref, c_ref, step_ref, out_ref = refs
+        matrix_refs, refs = refs[: len(matrices)], refs[len(matrices) :]
+        value_refs, refs = refs[: len(values)], refs[len(values) :]
+        sum_ref, x_ref, s_ref, centre_ref, scale_ref, c_ref, step_ref, out_ref = refs
         i, start = pl.program_id(0) * choice.rows, pl.program_id(1) * choice.columns
         columns = start + jnp.arange(choice.columns)
-        drift = plt.load(c_ref.at[pl.ds(start, choice.columns)], mask=columns < d, other=0.0)[
-            None, :
-        ]
         rows_at, columns_at = pl.ds(i, choice.rows), pl.ds(start, choice.columns)
-
+        drift = plt.load(c_ref.at[columns_at], mask=columns < d, other=0.0)[None, :]
         inner = dataclasses.replace(choice, rows=choice.depth)
 
         def turn(t, total):
-            j = t * choice.depth
-            z = _z(x_ref, centre_ref, scale_ref, j, start, inner)
-            score = _masked(s_ref, j, start, inner)
-            at = pl.ds(j, choice.depth)
-            parts = [pairs.split_tile(ref[rows_at, at], precision) for ref in matrix_refs]
-            if same:
-                values = pairs.split_tile(score - drift * z, precision)
-                return total + pairs.product(parts[0], values, (1, 0))
-            total += pairs.product(parts[0], pairs.split_tile(score, precision), (1, 0))
-            return total - pairs.product(parts[1], pairs.split_tile(drift * z, precision), (1, 0))
+            at = pl.ds(t * choice.depth, choice.depth)
+            if outside:
+                loaded = [ref[at, columns_at] for ref in value_refs]
+                operands = [loaded[k : k + each] for k in range(0, len(loaded), each)]
+            else:
+                z = _z(x_ref, centre_ref, scale_ref, t * choice.depth, start, inner)
+                score = _masked(s_ref, t * choice.depth, start, inner)
+                operands = [pairs.split_tile(v, precision) for v in sources(score, drift * z)]
+            for k, operand in enumerate(operands):
+                left = [ref[rows_at, at] for ref in matrix_refs[k * each : (k + 1) * each]]
+                total += pairs.product(left, operand, (1, 0))
+            return total
 
         zero = jnp.zeros((choice.rows, choice.columns), jnp.float32)
         total = lax.fori_loop(0, size // choice.depth, turn, zero)
@@ -178,13 +217,17 @@ def combine(
     return pl.pallas_call(
         program,
         grid=(size // choice.rows, -(-d // choice.columns)),
-        in_specs=[pl.BlockSpec()] * (len(matrices) + 7),
+        in_specs=[pl.BlockSpec()] * (len(matrices) + len(values) + len(once)),
         out_specs=pl.BlockSpec(),
         out_shape=jax.ShapeDtypeStruct((n, d), jnp.float32),
         compiler_params=plt.CompilerParams(num_warps=choice.warps, num_stages=choice.stages),
         interpret=interpret,
         name=f"svgd_combine_{kernel}",
-    )(*matrices, row_sums, x, s, centre, scale, c, step)
+    )(*matrices, *values, *once)
+
+
+def _padded(x, rows, columns):
+    return jnp.pad(x, ((0, rows - x.shape[0]), (0, columns - x.shape[1])))
 
 
 def _masked(ref, row, column, choice):

@@ -21,6 +21,8 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import triton_pairs as pairs
 from pallas_kernels import triton_tiles as tiles
 
+# Few terms do not average rounding out: 21 bits for the values too, where many make do with 16.
+VALUES = jnp.float32
 CENTRE = 32  # particles whose mean is the centre: phi does not depend on it, its rounding hardly
 
 
@@ -113,8 +115,7 @@ def _program(
         parts = pairs.split_tile(root * z, precision, jnp.float16)
         return z, parts, pairs.norms(parts), inside
 
-    # Few terms do not average rounding out: 21 bits for the values too, where many make do with 16.
-    cut = functools.partial(pairs.split_tile, precision=precision, dtype=jnp.float32)
+    cut = functools.partial(pairs.split_tile, precision=precision, dtype=VALUES)
     z_i, q, q_norm, _ = standardised(q_ref, i * choice.bm, choice.bm)
     start = split * (turns * choice.bn)
 

@@ -324,6 +324,31 @@ def test_gradients_of_far_clusters(implementation):
         assert relative_error(value, right) <= 1e-3
 
 
+@pytest.mark.parametrize("implementation", [None, "xla", *COMPILED])
+@pytest.mark.parametrize("per_dimension", [False, True])
+@pytest.mark.parametrize("with_queries", [False, True])
+@pytest.mark.parametrize("distance", [5.0, 15.0, 30.0, 46.0, 100.0])
+def test_bandwidth_gradient_of_two_clusters(implementation, per_dimension, with_queries, distance):
+    """Its sums cancel long before the direction loses digits."""
+    n, d = 66, 5
+    supported(implementation, n, d)
+    x, s = draw(n, d)
+    x[: n // 2] += np.float32(distance)
+    h = np.float32([0.7, 1.0, 1.3, 1.1, 0.9]) if per_dimension else np.float32(1.0)
+    weights = draw(n, d, seed=3)[1]
+
+    def value(direction, x, s, h):
+        options = {"queries": x} if with_queries else {}
+        return jnp.sum(weights * direction(x, s, h, **options))
+
+    direction = functools.partial(jsvgd.svgd_direction, implementation=implementation)
+    got = jax.grad(functools.partial(value, direction), 2)(x, s, h)
+    with jax.enable_x64(True):
+        dense = functools.partial(value, jsvgd.reference.direction)
+        expected = jax.grad(dense, 2)(*map(wide, (x, s, h)))
+    assert relative_error(got, expected) <= 1e-4
+
+
 @every_kernel
 @pytest.mark.parametrize(("distance", "d"), [(5, 1), (20, 5), (40, 1)])
 def test_gradient_in_the_bandwidth_of_separate_clusters(kernel, distance, d):
