@@ -2,8 +2,8 @@
 
     python -m experiments.digits                             # both kernels and a deep ensemble
 
-All three start from the same networks and see the same minibatches. "ensemble" is the same training
-without repulsion between the networks: what the kernels have to beat.
+All three start from the same networks and see the same minibatches. "ensemble" has no kernel: each network
+follows its own gradient through the same optimiser, which is what the kernels have to beat.
 """
 
 from __future__ import annotations
@@ -22,8 +22,18 @@ from flax import nnx
 import jsvgd
 import jsvgd.flax
 from experiments.command_line import InputError, Parser, integer, positive, require, run_script
+from jsvgd.transform import ScaleBySVGDState
 
-__all__ = ["METHODS", "Digits", "ReluNetwork", "evaluate", "load_digits", "main", "train"]
+__all__ = [
+    "METHODS",
+    "Digits",
+    "ReluNetwork",
+    "ensemble",
+    "evaluate",
+    "load_digits",
+    "main",
+    "train",
+]
 
 METHODS = ("ensemble", "global", "layer")
 
@@ -68,6 +78,40 @@ def load_digits(num_train: int, seed: int) -> Digits:
     return Digits(*((pixels[r], classes[r].astype(np.int32)) for r in rows))
 
 
+def ensemble(log_density, optimizer, score_batch: int) -> jsvgd.SamplingAlgorithm:
+    """A deep ensemble in the sampler's shape: networks that know nothing of each other."""
+
+    def init(particles, rng_key=None):
+        del rng_key
+        no_kernel = ScaleBySVGDState(jnp.zeros((), jnp.int32), jnp.zeros(()))
+        return jsvgd.SVGDState(particles, optimizer.init(particles), no_kernel)
+
+    def step(rng_key, state, *args):
+        del rng_key
+        value_and_score = jax.value_and_grad(lambda position: log_density(position, *args))
+        values, scores = jax.lax.map(value_and_score, state.particles, batch_size=score_batch)
+        descent = jax.tree.map(jnp.negative, scores)
+        updates, optimizer_state = optimizer.update(descent, state.optimizer_state, state.particles)
+        particles = optax.apply_updates(state.particles, updates)
+        squares = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(scores))
+        finite = [
+            jnp.all(jnp.isfinite(leaf.reshape(len(leaf), -1)), axis=1)
+            for leaf in jax.tree.leaves(particles)
+        ]
+        norm = jnp.sqrt(squares / len(values))
+        info = jsvgd.SVGDInfo(
+            bandwidth=state.transform_state.bandwidth,
+            direction_norm=norm,
+            score_norm=norm,
+            num_nonfinite=jnp.sum(~jnp.all(jnp.stack(finite), axis=0)).astype(jnp.int32),
+            log_density=jnp.mean(values),
+        )
+        counted = state.transform_state._replace(count=state.step + 1)
+        return jsvgd.SVGDState(particles, optimizer_state, counted), info
+
+    return jsvgd.SamplingAlgorithm(init, step)
+
+
 def train(method: str, network, particles, data: Digits, options, key):
     """The particles after training, and the seconds a step took, compilation left out."""
     likelihood = jsvgd.flax.categorical_likelihood()
@@ -79,18 +123,17 @@ def train(method: str, network, particles, data: Digits, options, key):
         network.apply, data_size=len(data.train[1]), likelihood=likelihood, prior=prior
     )
     schedule = optax.cosine_decay_schedule(options.learning_rate, options.steps)
+    optimizer = optax.adam(schedule)
     if method == "ensemble":
-        # A bandwidth of nothing: every network sees itself alone, and phi is its own score over N.
-        options_of_kernel = {"bandwidth": 1e-12}
+        sampler = ensemble(log_density, optimizer, options.score_batch)
     else:
-        options_of_kernel = {"groups": "layer"} if method == "layer" else {}
-        options_of_kernel["bandwidth"] = options.bandwidth
-    sampler = jsvgd.svgd(
-        log_density,
-        optax.adam(schedule),
-        score_batch_size=options.score_batch,
-        **options_of_kernel,
-    )
+        sampler = jsvgd.svgd(
+            log_density,
+            optimizer,
+            score_batch_size=options.score_batch,
+            bandwidth=options.bandwidth,
+            groups="layer" if method == "layer" else None,
+        )
     state = sampler.init(
         jsvgd.flax.init_positions(key, particles, likelihood=likelihood, prior=prior)
     )

@@ -3,7 +3,9 @@
 import argparse
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jsvgd.flax
@@ -62,6 +64,18 @@ def test_every_method_trains_from_the_same_networks(method):
     after = digits.evaluate(network, particles, data, 0.0)
     assert before.log_likelihood < -2.2
     assert after.log_likelihood > -1.5 and after.accuracy > 0.6
+
+
+def test_networks_of_an_ensemble_follow_their_own_gradients():
+    log_density = lambda x, batch: -0.5 * jnp.sum((x - batch) ** 2)
+    sampler = digits.ensemble(log_density, optax.sgd(0.1), score_batch=2)
+    x = np.arange(10, dtype=np.float32).reshape(5, 2)
+    state, history = jsvgd.run(jax.random.key(0), sampler, sampler.init(x), 3, data=jnp.ones(2))
+    np.testing.assert_allclose(state.particles, 1 + 0.9**3 * (x - 1), rtol=1e-5)
+    assert int(state.step) == 3 and not np.any(history.info.num_nonfinite)
+    np.testing.assert_allclose(history.info.log_density[0], -0.1 * np.sum((x - 1) ** 2), rtol=1e-5)
+    far = sampler.init(np.full((5, 2), np.inf, np.float32))
+    assert int(sampler.step(None, far, jnp.ones(2))[1].num_nonfinite) == 5
 
 
 def test_jsvgd_and_steinvi_end_at_the_same_place(capsys):
