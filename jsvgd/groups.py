@@ -40,7 +40,16 @@ class PerGroupState(NamedTuple):
 
 
 def scale_by_svgd_per_group(
-    groups: str | Callable[[tuple[str, ...]], str] = "layer", **options: Any
+    groups: str | Callable[[tuple[str, ...]], str] = "layer",
+    *,
+    kernel="rbf",
+    bandwidth="median",
+    preconditioner=None,
+    refresh_every: int | None = 5,
+    temperature=1.0,
+    repulsion=1.0,
+    precision: str = "high",
+    implementation: str | None = None,
 ) -> optax.GradientTransformation:
     """``scale_by_svgd`` with a kernel, a bandwidth and a preconditioner of its own for each group.
 
@@ -48,7 +57,8 @@ def scale_by_svgd_per_group(
       groups: "layer" puts leaves together that differ in the last part of their path alone (kernel and
         bias), "leaf" takes each leaf for itself; or a function from the path, a tuple of names such
         as ("params", "hidden", "kernel"), to the label of the group.
-      **options: of ``scale_by_svgd``.
+      kernel, bandwidth, preconditioner, refresh_every, temperature, repulsion, precision,
+        implementation: of ``scale_by_svgd``.
 
     Returns:
       An ``optax.GradientTransformation`` whose ``update`` needs ``params``.
@@ -65,7 +75,16 @@ def scale_by_svgd_per_group(
       ['a', 'b']
     """
     _as_labelling(groups)
-    inner = scale_by_svgd(**options)
+    inner = scale_by_svgd(
+        kernel=kernel,
+        bandwidth=bandwidth,
+        preconditioner=preconditioner,
+        refresh_every=refresh_every,
+        temperature=temperature,
+        repulsion=repulsion,
+        precision=precision,
+        implementation=implementation,
+    )
 
     def init(params):
         check_particles("params", params)

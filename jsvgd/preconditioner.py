@@ -8,6 +8,7 @@ sampler is affine invariant: a linear change of variables changes nothing but co
 from __future__ import annotations
 
 import dataclasses
+import operator
 import warnings
 from collections.abc import Callable
 
@@ -47,8 +48,7 @@ class Preconditioner:
     def __post_init__(self):
         if not callable(self.factor):
             raise TypeError(f"factor must be a function of the particles, got {self.factor!r}")
-        if self.refresh_every is not None and self.refresh_every < 1:
-            raise ValueError(f"refresh_every must be at least 1 or None, got {self.refresh_every}")
+        _check_period(self.refresh_every)
 
     def refreshed(self, particles: jax.Array, step: jax.Array, previous: jax.Array) -> jax.Array:
         """L at this step: the previous one, or a new one where it is due and finite."""
@@ -82,6 +82,19 @@ class Preconditioner:
                 stacklevel=3,
             )
         return shape
+
+
+def _check_period(refresh_every) -> None:
+    if refresh_every is None or isinstance(refresh_every, jax.core.Tracer):
+        return  # a hyperparameter that optax has injected is an array
+    try:
+        number = operator.index(refresh_every)
+    except TypeError:
+        raise TypeError(
+            f"refresh_every must be a whole number or None, got {refresh_every!r}"
+        ) from None
+    if number < 1:
+        raise ValueError(f"refresh_every must be at least 1 or None, got {number}")
 
 
 def as_preconditioner(preconditioner, refresh_every: int | None = 5) -> Preconditioner | None:

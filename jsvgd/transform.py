@@ -72,7 +72,10 @@ def scale_by_svgd(
       precision, implementation: as in ``svgd_direction``.
 
     Returns:
-      An ``optax.GradientTransformation`` whose ``update`` needs ``params``.
+      An ``optax.GradientTransformation`` whose ``update`` needs ``params``. Numbers and schedules may
+      be injected, ``optax.inject_hyperparams(scale_by_svgd)(temperature=2.0)``. optax takes every
+      function for a schedule of the step: a function of the particles (``kernel``, ``bandwidth``,
+      ``preconditioner``) is named in its ``static_args``.
 
     Example:
       >>> import jax.numpy as jnp, optax

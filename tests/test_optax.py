@@ -233,6 +233,48 @@ def test_hyperparameters_may_be_injected_and_changed():
     assert update._cache_size() == 1
 
 
+@pytest.mark.parametrize("preconditioner", ["covariance", "diagonal", np.eye(7, dtype=np.float32)])
+def test_every_number_of_svgd_may_be_injected(preconditioner):
+    """optax injects the defaults too: refresh_every is then a number that changes in the state."""
+    options = {"preconditioner": preconditioner, "bandwidth": 2.0}
+    transform = optax.inject_hyperparams(jsvgd.scale_by_svgd)(**options)
+    plain = jsvgd.scale_by_svgd(**options)
+    moved = jax.tree.map(lambda a: 2 * a, PARTICLES)
+    update, plain_update = jax.jit(transform.update), jax.jit(plain.update)
+    state, plain_state = transform.init(PARTICLES), plain.init(PARTICLES)
+    for particles in (PARTICLES, moved):
+        found, state = update(particles, state, particles)
+        expected, plain_state = plain_update(particles, plain_state, particles)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+    if isinstance(preconditioner, str):
+        before = state.inner_state.factor
+        state.hyperparams["refresh_every"] = jnp.asarray(1)  # instead of 5: now due
+        _, state = update(moved, state, moved)
+        np.testing.assert_allclose(state.inner_state.factor, 2 * before, rtol=1e-4, atol=1e-6)
+        assert update._cache_size() == 1
+
+
+def test_a_kernel_a_group_may_be_injected_too():
+    transform = optax.inject_hyperparams(jsvgd.scale_by_svgd_per_group)(
+        groups="leaf", bandwidth=2.0, preconditioner="diagonal", refresh_every=3
+    )
+    plain = jsvgd.scale_by_svgd_per_group("leaf", bandwidth=2.0, preconditioner="diagonal")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
+        updates_of(transform, 2),
+        updates_of(plain, 2),
+    )
+    by_name = optax.inject_hyperparams(jsvgd.scale_by_svgd_per_group, static_args="groups")
+    updates = updates_of(by_name(groups=lambda names: names[0], bandwidth=2.0))
+    assert relative_error(updates["a"], -phi(PARTICLES["a"])) < 2e-5
+
+
+@pytest.mark.parametrize("refresh_every", [1.5, "5", jnp.ones(2)])
+def test_refresh_every_is_a_whole_number(refresh_every):
+    with pytest.raises(TypeError, match="refresh_every must be a whole number or None, got"):
+        jsvgd.scale_by_svgd(preconditioner="covariance", refresh_every=refresh_every)
+
+
 def test_apply_if_finite_and_multi_steps():
     guarded = optax.apply_if_finite(optax.chain(jsvgd.scale_by_svgd(), optax.sgd(0.1)), 3)
     state = guarded.init(PARTICLES)
