@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jsvgd
-from experiments.timing import compiled_with_memory, seconds_a_call, seconds_a_step
+from experiments.timing import compiled_with_memory, seconds_a_call
 from jsvgd import reference
 
 ROWS = 128

@@ -15,17 +15,36 @@ __all__ = ["compiled_with_memory", "seconds_a_call", "seconds_a_step"]
 STEPS = 16
 
 
-def seconds_a_call(function: Callable, x, *rest, **options) -> float:
-    """Median seconds of ``function(x, *rest)`` inside one compiled loop.
+# A call that takes longer hides the host's dispatch of the next one.
+LONG = 3e-4
 
-    One number of x moves a little from call to call, by a number of the result, so that no call can be
-    left out or taken out of the loop; nothing else is read or written beside the function.
+
+def seconds_a_call(function: Callable, x, *rest, seconds: float = 0.1, repeats: int = 3) -> float:
+    """Median seconds of ``function(x, *rest)``.
+
+    Long calls are dispatched one after another. Short ones run inside one compiled loop, in which one number
+    of x moves a little, by a number of the last result, so that no call can be left out or taken out of
+    the loop.
 
     Args:
       function: its result is an array or a pytree of arrays.
       x: array.
-      options: as for ``seconds_a_step``.
+      seconds: about how long one repeat may take.
     """
+    compiled = jax.jit(function).lower(x, *rest).compile()
+
+    def run(count):
+        start = time.perf_counter()
+        for _ in range(count):
+            result = compiled(x, *rest)
+        jax.block_until_ready(result)
+        return time.perf_counter() - start
+
+    run(2)
+    once = run(3) / 3
+    if once > LONG:
+        count = max(3, int(seconds / once))
+        return statistics.median(run(count) for _ in range(repeats)) / count
 
     def step(state):
         x, rest = state
@@ -33,7 +52,7 @@ def seconds_a_call(function: Callable, x, *rest, **options) -> float:
         moved = sum(leaf.ravel()[0] for leaf in jax.tree.leaves(result))
         return x.at[(0,) * x.ndim].add((1e-6 * moved).astype(x.dtype)), rest
 
-    return seconds_a_step(step, (x, rest), **options)
+    return seconds_a_step(step, (x, rest), seconds=seconds, repeats=repeats)
 
 
 def seconds_a_step(step: Callable, state, *, seconds: float = 0.1, repeats: int = 3) -> float:

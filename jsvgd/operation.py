@@ -123,13 +123,9 @@ def _direction_bwd(config, inputs, cotangent):
     )
     backward = _compiled_backward if takes else _streamed_backward
     d = backward(config, isotropic, raw, g)
-    # z = (x - centre) h^-1/2 and c = repulsion h^-1/2.
-    h = bandwidth.astype(g.dtype)
-    own = d.drift * raw.drift
-    if isotropic:
-        d_bandwidth = -0.5 * (jnp.sum(d.log_scale) + jnp.sum(own)) / h
-    else:
-        d_bandwidth = -0.5 * (d.log_scale + own) / h
+    # z = (x - centre) h^-1/2 and c = repulsion h^-1/2; one h for all dimensions has their sums.
+    scale, drift = (v[:1] if isotropic else v for v in (raw.scale, raw.drift))
+    d_bandwidth = -0.5 * (d.log_scale + d.drift * drift) / bandwidth.astype(g.dtype)
     d_particles, d_step_size = d.particles * raw.scale, None
     if step_size is not None:
         d_particles = cotangent + d_particles
@@ -138,9 +134,9 @@ def _direction_bwd(config, inputs, cotangent):
     return (
         d_particles.astype(particles.dtype),
         d.scores.astype(scores.dtype),
-        d_bandwidth.astype(bandwidth.dtype),
+        d_bandwidth.reshape(bandwidth.shape).astype(bandwidth.dtype),
         None,
-        jnp.sum(d.drift * raw.scale),
+        jnp.sum(d.drift * scale),
         d_step_size,
     )
 

@@ -117,8 +117,9 @@ class Gradient(NamedTuple):
       particles: in z, (N, d).
       scores: in s, (N, d).
       drift: in c, (d,).
-      log_scale: in log(scale) at a fixed drift, sum_i z_i dz_i, (d,); or its sum over the dimensions,
-        (1,), where one bandwidth serves them all.
+      log_scale: in log(scale) at a fixed drift, sum_i z_i dz_i, (d,).
+
+    Where one bandwidth serves all dimensions, the last two are summed over them, (1,).
     """
 
     particles: jax.Array
@@ -184,6 +185,7 @@ def backward(
         if isotropic:
             spread = jnp.sum(symmetric * u, axis=1)
             d_log_scale = (jnp.sum(drift * d_drift, axis=1) - spread)[:, None]
+            d_drift = jnp.sum(d_drift, axis=1, keepdims=True)
         return d_particles, d_scores, d_drift, d_log_scale
 
     d_particles, d_scores, d_drift, d_log_scale = map_row_blocks(

@@ -22,6 +22,7 @@ from pallas_kernels import hopper_operands as operands
 from pallas_kernels import hopper_tiles
 from pallas_kernels.hopper_operands import LOG2E_ROOT, Layout
 from pallas_kernels.hopper_tiles import ForwardTiles
+from pallas_kernels.stacks import over_stacks
 
 __all__ = ["available", "forward", "supports"]
 
@@ -96,42 +97,6 @@ def _direction(precision: str, plan, square: bool):
         return _batched(zq, zk, s, c, precision=precision, plan=plan)
 
     return over_stacks(batched)
-
-
-def over_stacks(batched):
-    """A function of one problem from one of a stack; its vmap, however deep, is one call of the latter.
-
-    ``plgpu.kernel`` has a vmap of its own, which would hide the batch from the choice of tiles.
-    """
-
-    @jax.custom_batching.custom_vmap
-    def stacked(*arrays):
-        return batched(*arrays)
-
-    @stacked.def_vmap
-    def _(axis_size, in_batched, *arrays):
-        full = _with_axis(axis_size, in_batched, arrays)
-        out = stacked(*[x.reshape(-1, *x.shape[2:]) for x in full])
-        split = lambda x: x.reshape(axis_size, -1, *x.shape[1:])
-        return jax.tree.map(split, out), jax.tree.map(lambda _: True, out)
-
-    @jax.custom_batching.custom_vmap
-    def single(*arrays):
-        return jax.tree.map(lambda x: x[0], batched(*[x[None] for x in arrays]))
-
-    @single.def_vmap
-    def _(axis_size, in_batched, *arrays):
-        out = stacked(*_with_axis(axis_size, in_batched, arrays))
-        return out, jax.tree.map(lambda _: True, out)
-
-    return single
-
-
-def _with_axis(axis_size, in_batched, arrays):
-    return [
-        x if b else jnp.broadcast_to(x, (axis_size, *x.shape))
-        for x, b in zip(arrays, in_batched, strict=True)
-    ]
 
 
 def _batched(zq, zk, s, c, *, precision, plan):

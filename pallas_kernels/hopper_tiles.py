@@ -6,7 +6,8 @@ Measured on one H200 (JAX 0.11.2) by ``python -m experiments.check_hopper --only
     N = 16384, d = 64    3 warpgroups, 3 parts 0.359; 2 warpgroups 0.404
     N = 16384, d = 128   2 warpgroups, 64 keys, 2 stages 0.736; 128 keys, 1 stage 0.90
                          (with two chunks' sums in flight 0.792, and 0.693 with K cut by integers)
-    N = 16384, d = 256   2 warpgroups, 32 keys, 1 stage 3.9: one stage of copies is not hidden
+    N = 16384, d = 256   1 warpgroup, 32 keys, 1 or 2 stages 2.69; 64 keys 3.8 (spills);
+                         2 warpgroups, 32 keys, 1 stage 3.6 to 3.9 (168 registers, spills)
     N = 65536, d = 4     3 warpgroups, 3 parts 2.82; K cut by integers 1.95; 1 part 3.20
     N = 4096, d = 64     1 warpgroup, 2 parts 0.060 to 0.063; 3 warpgroups, 6 parts 0.059
     N = 1024, d = 32     1 warpgroup, 8 parts 0.022; 4 parts 0.026
@@ -140,7 +141,9 @@ def forward_tiles(n: int, m: int, d: int, precision: str, batch: int = 1):
     """(layout, tiles) of the direction for n keys, m queries, d dimensions, batch problems."""
     layout = layout_for(d, precision, PACKED_UP_TO)
     if layout.chunks > 2:
-        tiles = ForwardTiles(block_k=32 if layout.pieces == 2 else 64, stages=1, cut_bits=True)
+        # Two warpgroups would leave 168 registers a thread for 256 sums of 64 rows.
+        block_k = 32 if layout.pieces == 2 else 64
+        tiles = ForwardTiles(warpgroups=1, block_k=block_k, cut_bits=True)
     elif layout.chunks == 2:
         tiles = ForwardTiles(block_k=64, cut_bits=True)
     elif batch * math.ceil(m / 64) <= MULTIPROCESSORS:

@@ -9,6 +9,13 @@ Up to a few hundred particles memory is the bound: both kernels read x and s as 
 and splitting on the way, so a direction reads x twice and s once and writes phi once, the floor of 4 N d
 numbers. With more, products are the bound and every tile is read by many programs: operands are split
 once, outside, and padded to whole tiles, so that the matrix units are fed by plain copies.
+
+Measured on one H200 (JAX 0.11.2), microseconds a call with about 120 for the loop's own copy of x:
+
+    64 x 1000000    gram 64 columns, 3 stages 260; 2 stages 304; 4 stages 316; 8 warps 341
+                    combine 64 columns, 2 stages 386; 128 columns 441; 8 warps 537 to 587
+    1024 x 65536    gram 64 columns, 3 stages 733 to 757; 32 columns 895; 2 stages 925; 64 rows 916
+                    combine depth 64 1276; 32 1452; 256 columns 1831; 256 rows 2118; 4 warps 1954
 """
 
 import dataclasses
@@ -41,9 +48,9 @@ class GramTiles:
 def gram_tiles(n, d):
     """A tile of G, summed over a share of d; enough shares to fill the device with the tiles there are."""
     rows = min(128, max(16, tiles.next_power_of_two(n)))
-    columns = 64 if rows < 128 else 32
+    columns = 64 if rows < 128 or n >= SPLIT_OUTSIDE_FROM else 32
     side = -(-n // rows)
-    programs = 4 * tiles.MULTIPROCESSORS if rows <= 64 else 2 * tiles.MULTIPROCESSORS
+    programs = (4 if rows <= 64 or n >= SPLIT_OUTSIDE_FROM else 2) * tiles.MULTIPROCESSORS
     shares = max(1, min(programs // (side * (side + 1) // 2), -(-d // (4 * columns))))
     return GramTiles(rows, columns, 4 if rows <= 64 else 8, 3, shares=shares)
 
@@ -51,9 +58,10 @@ def gram_tiles(n, d):
 def combine_tiles(n):
     """A tile of phi. All rows at once where they fit, so that x and s are read once."""
     if n >= SPLIT_OUTSIDE_FROM:
-        return GramTiles(128, 128, 8, 3, 32)
+        return GramTiles(128, 128, 8, 3, 64)
     rows = min(128, max(16, tiles.next_power_of_two(n)))
-    return GramTiles(rows, 128 if rows >= 64 else 256, 4 if rows <= 64 else 8, 2, min(rows, 32))
+    columns = {128: 128, 64: 64}.get(rows, 256)
+    return GramTiles(rows, columns, 4 if rows <= 64 else 8, 2, min(rows, 32))
 
 
 def supports(kernel, n, m, d, precision, dtype):

@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import triton_pairs as pairs
 from pallas_kernels import triton_tiles as tiles
+from pallas_kernels.stacks import over_stacks
 
 # Few terms do not average rounding out: 21 bits for the values too, where many make do with 16.
 VALUES = jnp.float32
@@ -55,11 +56,24 @@ def forward(
     Returns:
       (M, d) float32, and int32 flags, one a program: not 0 where it met a particle beyond the limit.
     """
-    (m, d), n = q.shape, x.shape[0]
-    choice = choice or tiles.small_tiles(n, m, d, precision)
+    phi, flags = _direction(kernel, precision, limit, interpret, choice)(q, x, s, scale, c)
+    return phi if base is None else base + step * phi, flags
+
+
+@functools.cache
+def _direction(*options):
+    return over_stacks(functools.partial(_batched, options))
+
+
+def _batched(options, *arrays):
+    """Arrays with a leading axis of problems to (B, M, d) and flags (B, programs)."""
+    kernel, precision, limit, interpret, choice = options
+    batch, m, d = arrays[0].shape
+    n = arrays[1].shape[1]
+    choice = choice or tiles.small_tiles(n, m, d, precision, batch)
     row_tiles, column_tiles = -(-m // choice.bm), -(-n // choice.bn)
-    splits = min(choice.splits, column_tiles)
-    turns = -(-column_tiles // splits)
+    turns = -(-column_tiles // min(choice.splits, column_tiles))
+    splits = -(-column_tiles // turns)
     program = functools.partial(
         _program,
         kernel=kernel, precision=precision, limit=limit, interpret=interpret, choice=choice,
@@ -67,7 +81,7 @@ def forward(
     )  # fmt: skip
     program.__name__ = name = f"svgd_small_{kernel}"
     whole = pl.BlockSpec()
-    parts, flags = pl.pallas_call(
+    call = pl.pallas_call(
         program,
         grid=(row_tiles, splits),
         in_specs=[whole] * 5,
@@ -79,9 +93,10 @@ def forward(
         compiler_params=plt.CompilerParams(num_warps=choice.warps, num_stages=choice.stages),
         interpret=interpret,
         name=name,
-    )(q, x, s, scale, c)
-    phi = parts[0] if splits == 1 else jnp.sum(parts, axis=0)
-    return phi if base is None else base + step * phi, flags
+    )
+    parts, flags = jax.vmap(call)(*arrays)
+    phi = parts[:, 0] if splits == 1 else jnp.sum(parts, axis=1)
+    return phi, flags.reshape(batch, -1)
 
 
 def _program(

@@ -13,6 +13,9 @@ Measured by ``python -m experiments.check_triton --tune`` on one H200 with JAX 0
                   4096 x 64    64 x 64, 3 stages, 4 splits 0.052; 2 stages 0.057; 2 splits 0.072
                   1024 x 32    64 x 64, 8 splits 0.024; 4 splits 0.023; 1 split 0.039; 32 x 64 0.026
                   64 chains 256 x 32   64 x 64, 3 stages 0.030; other tiles 0.030 to 0.034
+    small rbf     1024 x 32    64 x 32, 16 splits 0.0135; 64 x 64, 8 splits 0.0161; 32 x 64 0.0170
+                  512 x 64     32 x 64, 8 splits 0.0125; 64 x 64, 8 splits 0.0142; 4 splits 0.0205; 1 0.041
+                  64 chains 256 x 32   64 x 64 0.0197; 64 x 32 0.0247; 32 x 64 0.0359; 8 warps 0.039
     backward rbf  65536 x 4    direct 4 rows a thread, 4 warps 8.5; 2 rows 8.8; 8 warps 10.5; dot 9.8 to 11.9
                   16384 x 64   64 x 32, 2 stages 1.33; 1 stage 1.52; 3 stages 1.89; 64 x 64 1.8; 128 x 32 1.7
 
@@ -142,18 +145,19 @@ def forward_tiles(kernel, n, m, d, precision, family=None):
     return _fitted(Tiles("dot", bm, bn, warps, stages, splits), half_words, operands * half_words)
 
 
-def small_tiles(n, m, d, precision):
-    """Tiles of the forward kernel for few particles."""
+def small_tiles(n, m, d, precision, batch=1):
+    """Tiles of the forward kernel for few particles, for batch problems at once."""
     dp = max(16, next_power_of_two(d))
     if precision == "highest":
         bm, bn, warps = (32, 32, 4) if dp <= 64 else (16, 16, 4)
-    else:
-        bm, bn, warps = (64, 64, 4) if dp <= 64 else (64, 32, 8)
-    row_tiles, turns = -(-m // bm), -(-n // bn)
-    # Up to four turns in a row cost less than the launch that adds the parts.
-    splits = (
-        1 if turns <= 4 else max(1, min(2 * MULTIPROCESSORS // row_tiles, turns // 2, MAX_SPLITS))
-    )
+    elif dp > 64:
+        bm, bn, warps = 64, 32, 8
+    elif batch * m >= 64 * MULTIPROCESSORS:
+        bm, bn, warps = 64, 64, 4
+    else:  # one problem: what takes longest is one turn after another
+        bm, bn, warps = (32, 64, 4) if max(n, m) <= 512 else (64, 32, 4)
+    programs, turns = batch * -(-m // bm), -(-n // bn)
+    splits = max(1, min(2 * MULTIPROCESSORS // programs, turns, MAX_SPLITS))
     return Tiles("small", bm, bn, warps, 1, splits)
 
 

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import triton_backward, triton_forward
+from pallas_kernels import (
+    triton_apart,
+    triton_backward,
+    triton_forward,
+    triton_gram,
+    triton_small,
+)
 
 HAS_ABSTRACT_DEVICE = hasattr(jax.sharding, "AbstractDevice") and jax.__version_info__ >= (0, 11)
 pytestmark = pytest.mark.skipif(
@@ -121,3 +127,59 @@ def test_update_and_vmap_lower_to_one_kernel():
     )
     z, _, s, c, g = shapes(256, 3, (64,))
     assert lowered(pull, z, s, c, g).count("xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "imq"])
+@pytest.mark.parametrize("d", [7, 50, 256])
+def test_differences_behind_a_flag_lower(kernel, d):
+    z, *_, c, g = shapes(1000, d)
+
+    def forward(x, c):
+        return triton_apart.forward(x, x[0, 0] > 0, x, x, x, c, c, kernel=kernel)
+
+    def backward(x, c):
+        return triton_apart.backward((x,) * 4, x[0, 0] > 0, x, x, c, c, x, kernel=kernel)
+
+    assert f"svgd_apart_forward_{kernel}" in lowered(forward, z, c)
+    assert f"svgd_apart_backward_{kernel}" in lowered(backward, g, c)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "imq"])
+@pytest.mark.parametrize("n", [20, 1000])
+def test_few_particles_in_many_dimensions_lower(kernel, n):
+    z, *_, c, _ = shapes(n, 1001)
+    options = {"kernel": kernel, "precision": "high"}
+
+    def direction(x, c):
+        gram = triton_gram.gram(x, x[0], c, precision="high")
+        gram = triton_apart.half_squared_distances(gram, x[0, 0] > 0, x, c)
+        phi = triton_gram.combine(gram, gram, x, x, x[0], c, c, **options)
+        return triton_apart.combine(phi, x[0, 0] > 0, gram, gram, x, x, c, c)
+
+    text = lowered(direction, z, c)
+    names = ["svgd_gram", "svgd_apart_distances", f"svgd_combine_{kernel}", "svgd_apart_combine"]
+    assert [name for name in names if name not in text] == []
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "imq"])
+@pytest.mark.parametrize("precision", ["highest", "high", "default"])
+def test_few_particles_lower_and_state_their_precision(kernel, precision):
+    z, *_, c, _ = shapes(300, 50, (3,))
+
+    def direction(x, c):
+        options = {"kernel": kernel, "precision": precision, "limit": 1000.0}
+        return jax.vmap(lambda x: triton_small.forward(x, x, x, c, c, **options))(x)
+
+    assert f"svgd_small_{kernel}" in lowered(direction, z, c)
+    dots, _ = dots_and_kernels(direction, jnp.zeros(z.shape), jnp.ones(c.shape))
+    parts = {"highest": 1, "high": 3, "default": 1}[precision]
+    assert len(dots) == FORWARD_DOTS[kernel] * parts
+    wanted = jax.lax.Precision.HIGHEST if precision == "highest" else jax.lax.Precision.DEFAULT
+    assert {p for _, p in dots} == {(wanted, wanted)}
+    # The exponent in float16 parts, the sum in parts that one pass of TF32 keeps whole.
+    types = {
+        "highest": {"float32"},
+        "high": {"float16", "float32"},
+        "default": {"float16", "bfloat16"},
+    }
+    assert {t for t, _ in dots} == types[precision]
