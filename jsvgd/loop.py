@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,8 +11,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jsvgd.batches import ALL_ROWS, STREAM, Stream, batch_chooser, count_rows, is_stream
+from jsvgd.batches import STREAM, Stream, batch_chooser
 from jsvgd.progress import progress_bar
+from jsvgd.run_checks import (
+    as_callbacks,
+    at_least,
+    batch_choice,
+    check_key,
+    check_sampler,
+    steps_made,
+)
 from jsvgd.sampler import SamplingAlgorithm, SVGDInfo, SVGDState
 
 __all__ = ["History", "run"]
@@ -70,9 +77,12 @@ def run(
     """Makes ``num_steps`` steps.
 
     Randomness depends on ``rng_key`` and the number of steps already in ``state`` alone, so 50 steps
-    and another 50 with the same key end bitwise where 100 steps do. The steps are compiled once for a
-    sampler and the shapes of its state and data; more steps, other seeds or another ``every`` compile
-    nothing new.
+    and another 50 with the same key end bitwise where 100 steps do: with arrays, with a function of the
+    step, and with one iterator, which goes on where it stands. Not with an iterable such as a data
+    loader: each call of ``run`` begins it anew, and the second 50 steps see the first 50 batches again.
+    (A run resumed from its checkpoint passes over the batches it has seen.) The steps are compiled once
+    for a sampler and the shapes of its state and data; more steps, other seeds or another ``every``
+    compile nothing new.
 
     Args:
       rng_key: of ``jax.random.key``; gives each step its own key, and the order of the minibatches.
@@ -83,7 +93,8 @@ def run(
         as ``logdensity_fn(position, batch)``. Scaling the likelihood by rows over batch size is the
         business of the log density. Or batches one by one: an iterator (the run ends where it does,
         with a warning), an iterable such as a data loader (begun anew where it ends), or a function
-        that takes the number of the first step and returns such an iterator. Batches of another
+        that takes the number of the next step and returns the iterator of the batches from there on:
+        what makes a loader go on over several calls. Batches of another
         shape, such as the last one of an epoch, compile the steps once more.
       batch_size: rows of a minibatch, drawn without replacement in an order shuffled anew each epoch
         (an incomplete last batch is left out of the epoch); None passes all rows to every step.
@@ -94,15 +105,17 @@ def run(
       every: steps between two records of history.
       keep_particles: keeps the particles in the history too.
       checkpoint: a folder, or a ``jsvgd.Checkpoint``. The run is saved there every so many steps, at
-        its end and at Ctrl-C; the same call goes on from there, and ends bitwise where an unbroken
-        run does, its history included.
+        its end and at Ctrl-C (which waits for a save that has begun); the same call goes on from
+        there, and ends bitwise where an unbroken run does, its history included.
 
     Returns:
       The state after the last step and the ``History``.
 
     Raises:
       ValueError: for sizes out of range, data whose leaves disagree in their rows, and a checkpoint of
-        another run.
+        another run: another key, first state, data, batch size, ``every`` or history.
+      TypeError: for a key, sampler, state or callback that is none.
+      OSError: where a checkpoint cannot be written.
       ImportError: where a checkpoint is asked for and Orbax is not installed.
 
     Example:
@@ -113,11 +126,13 @@ def run(
       >>> history.step.shape
       (10,)
     """
-    num_steps = _at_least("num_steps", num_steps, 0)
-    every = _at_least("every", every, 1)
-    choice = _batch_choice(data, batch_size)
-    callbacks = _as_callbacks(callback)
-    start = _steps_made(state)
+    check_key("rng_key", rng_key)
+    check_sampler(sampler)
+    num_steps = at_least("num_steps", num_steps, 0)
+    every = at_least("every", every, 1)
+    choice = batch_choice(data, batch_size)
+    callbacks = as_callbacks(callback)
+    start = steps_made(state)
     stream = Stream(data, start) if choice == STREAM else None
     reached = Reached(state, [], None, False)
     with contextlib.ExitStack() as stack:
@@ -125,7 +140,16 @@ def run(
         if checkpoint is not None:
             from jsvgd.checkpoint import open_store  # builds on this module
 
-            store = stack.enter_context(open_store(checkpoint, rng_key, state))
+            store = stack.enter_context(
+                open_store(
+                    checkpoint,
+                    rng_key,
+                    state,
+                    data=None if stream is not None else data,
+                    batch_size=batch_size,
+                    every=every,
+                )
+            )
             if store.has_something:
                 batch = data if stream is None else stream.example()
                 entry = _entry(sampler, state, keep_particles, choice, batch)
@@ -162,10 +186,15 @@ def run(
                         break
                 if store is not None:
                     store.save_if_due(reached)
-        finally:
-            # At the end, at Ctrl-C, and where a callback raises.
             if store is not None:
                 store.save(reached)
+        except BaseException as error:  # Ctrl-C, or an error of a callback, an iterator, the disk
+            if store is not None:
+                try:
+                    store.save(reached)
+                except OSError as failure:
+                    error.add_note(str(failure))
+            raise
     if not reached.records and reached.partial is None:
         batch = data if stream is None else stream.example()
         entry = _entry(sampler, state, keep_particles, choice, batch)
@@ -265,60 +294,8 @@ def _entry(sampler, state, keep_particles, choice, batch) -> History:
     return jax.eval_shape(one, state, batch)
 
 
-def _batch_choice(data: Any, batch_size: int | None) -> str | int | None:
-    if is_stream(data):
-        if batch_size is not None:
-            raise ValueError(
-                f"batch_size={batch_size} needs arrays to take batches from; an iterator gives its own"
-            )
-        return STREAM
-    rows = None if data is None else count_rows(data)
-    if batch_size is None:
-        return None if data is None else ALL_ROWS
-    batch_size = _at_least("batch_size", batch_size, 1)
-    if rows is None:
-        raise ValueError(f"batch_size={batch_size} needs data to take batches from, got data=None")
-    if batch_size > rows:
-        raise ValueError(f"batch_size must be at most the {rows} rows of data, got {batch_size}")
-    return ALL_ROWS if batch_size == rows else batch_size
-
-
-def _steps_made(state) -> int:
-    """The steps in one sampler's state; an error for particles, chains of states and tracers."""
-    if not hasattr(state, "step"):
-        raise TypeError(f"state must come from sampler.init(particles), got {type(state).__name__}")
-    if isinstance(state.step, jax.core.Tracer):
-        raise TypeError("run does not work inside jit or vmap; scan over sampler.step there")
-    if jnp.ndim(state.step):
-        raise ValueError(
-            "state must be that of one sampler, got a batch of "
-            f"{jnp.shape(state.step)}; scan over jax.vmap(sampler.step) instead"
-        )
-    return int(state.step)
-
-
-def _as_callbacks(callback) -> tuple[Callable, ...]:
-    if callback is None:
-        return ()
-    callbacks = tuple(callback) if isinstance(callback, Sequence) else (callback,)
-    for one in callbacks:
-        if not callable(one):
-            raise TypeError(f"callback must be a function or several, got {type(one).__name__}")
-    return callbacks
-
-
 def _records_a_call(state, keep_particles) -> int:
     if not keep_particles:
         return _RECORDS_A_CALL
     size = sum(leaf.size for leaf in jax.tree.leaves(state.particles))
     return max(1, min(_RECORDS_A_CALL, _HISTORY_ELEMENTS_A_CALL // size))
-
-
-def _at_least(name: str, value: int, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {value!r}") from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
-    return number

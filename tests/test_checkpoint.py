@@ -169,7 +169,7 @@ def test_another_run_is_refused_with_what_differs(sampler, state, tmp_path):
     [about] = folder.glob("*/about/metadata")
     written = json.loads(about.read_text())
     about.write_text(json.dumps({**written, "format": 99}))
-    refused("has format 99, this version of jsvgd reads 1")
+    refused("has format 99, this version of jsvgd reads 2")
 
 
 def test_bad_options_are_named(sampler, state, tmp_path):
