@@ -4,7 +4,7 @@
     python -m experiments.benchmark_direction --table experiments/results/benchmark_direction.json
 
 Inputs N(0, I), scores -x + 0.1 noise, bandwidth about the median rule's. Every time is the median of three
-compiled loops (PyTorch: synchronised loops) in this one run; ratios compare within the run. "error" is
+loops (compiled ones for short calls) in this one run; ratios compare within the run. "error" is
 ||out - ref64|| / ||ref64|| and "termwise" max |out - ref64| / sum of the terms' magnitudes, on 128 rows
 against the float64 oracle; for gradients the largest relative error of those in x and s (rows) and h.
 Prints a table and writes benchmark_direction.json and a roofline picture into the output folder.
@@ -13,6 +13,7 @@ Prints a table and writes benchmark_direction.json and a roofline picture into t
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import math
 import platform
@@ -24,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jsvgd
-from experiments.timing import compiled_with_memory, seconds_a_call
-from jsvgd import reference
+from experiments.timing import LONG, prepare, seconds_a_step
+from jsvgd import dispatch, reference
 
 ROWS = 128
 # (work, chains, N, d)
@@ -156,40 +157,75 @@ def relative(value, exact):
     return float(np.linalg.norm(value - exact) / np.linalg.norm(exact))
 
 
-def measure_direction(chains, n, d, report):
+def candidates(work, chains, n, d):
+    """name -> direction: jsvgd's own choice, its other implementations, and XLA without a library."""
+    chosen = jsvgd.which_implementation(n, d).implementation
+    named = {"jsvgd": library(chains)}
+    for other in ("mosaic_gpu", "triton"):
+        takes, _ = dispatch.supports(
+            other, n, d, dtype=jnp.float32, kernel=jsvgd.RBF, precision="high"
+        )
+        if jax.default_backend() == "gpu" and takes and other != chosen and n <= 65536:
+            named[f"jsvgd {other}"] = library(chains, other)
+    return named | baselines(chains, n, work)
+
+
+def prepare_case(work, chains, n, d):
+    """Everything compiled: name -> what to call and time, or the error that came instead."""
+    x, s, g, h = problem(chains, n, d)
+    short = 1e-3 * floor_milliseconds(work, chains, n, d) < LONG / 2
+
+    def prepared(direction):
+        try:
+            if work == "gradient":
+                return prepare(gradients_of(direction), x, s, g, h, short=short)
+            return prepare(direction, x, s, h, short=short)
+        except Exception as error:  # one case that fails must not lose the others' figures
+            return error
+
+    return {name: prepared(direction) for name, direction in candidates(work, chains, n, d).items()}
+
+
+def direction_errors(chains, n, d):
+    """phi -> the two measures of its error, from the first rows."""
     x, s, _, h = problem(chains, n, d)
     exact, terms = exact_rows(x, s, h)
-    candidates = {"jsvgd": library(chains), **baselines(chains, n, "direction")}
-    for name, direction in candidates.items():
-        compiled, size = compiled_with_memory(direction, x, s, h)
-        out = compiled(x, s, h)
-        head = np.asarray((out[0] if chains > 1 else out)[: len(exact)], np.float64)
+
+    def errors(out):
         assert bool(jnp.all(jnp.isfinite(out)))
-        report(
-            name,
-            milliseconds=1e3 * seconds_a_call(direction, x, s, h),
-            error=relative(head, exact),
-            termwise=float(np.max(np.abs(head - exact) / terms)),
-            bytes=size,
-        )
+        head = np.asarray((out[0] if chains > 1 else out)[: len(exact)], np.float64)
+        termwise = float(np.max(np.abs(head - exact) / terms))
+        return {"error": relative(head, exact), "termwise": termwise}
+
+    return errors
 
 
-def measure_gradient(chains, n, d, report):
-    x, s, g, h = problem(chains, n, d)
-    exact = exact_gradient_rows(x, s, g, h) if n <= 16384 else None
-    for name, direction in {"jsvgd": library(chains), **baselines(chains, n, "gradient")}.items():
-        compiled, size = compiled_with_memory(gradients_of(direction), x, s, g, h)
-        dx, ds, dh = compiled(x, s, g, h)
-        error = None
-        if exact is not None:
-            errors = relative(dx[:ROWS], exact[0]), relative(ds[:ROWS], exact[1])
-            error = max(*errors, abs(float(dh) - exact[2]) / abs(exact[2]))
-        report(
-            name,
-            milliseconds=1e3 * seconds_a_call(gradients_of(direction), x, s, g, h),
-            error=error,
-            bytes=size,
-        )
+def gradient_errors(chains, n, d):
+    """Gradients -> the largest relative error of those in x, s (first rows) and h."""
+    exact = exact_gradient_rows(*problem(chains, n, d))
+
+    def errors(out):
+        dx, ds, dh = out
+        of_h = abs(float(dh) - exact[2]) / abs(exact[2])
+        return {"error": max(relative(dx[:ROWS], exact[0]), relative(ds[:ROWS], exact[1]), of_h)}
+
+    return errors
+
+
+def measure(work, chains, n, d, prepared, report):
+    make = direction_errors if work == "direction" else gradient_errors
+    errors = make(chains, n, d)
+    for name, case in prepared.items():
+        try:
+            if isinstance(case, Exception):
+                raise case
+            figures = errors(case())
+            report(name, milliseconds=1e3 * case.seconds(), bytes=case.bytes, **figures)
+        except Exception as error:
+            print(
+                f"{work} {chains}x{n}x{d} {name}: {type(error).__name__}: {error}"[:300], flush=True
+            )
+            report("failed", of=name, failure=str(error)[:300])
 
 
 def floor_milliseconds(work, chains, n, d):
@@ -201,39 +237,44 @@ def floor_milliseconds(work, chains, n, d):
 
 
 def peers(report_for):
-    """The PyTorch program and BlackJAX, a whole step with its bandwidth, where they are installed."""
-    n, d = 1024, 32
-    x, *_ = problem(1, n, d)
-    report = report_for("step", 1, n, d)
+    """Whole steps, median bandwidth included: jsvgd, the PyTorch program, BlackJAX, XLA with a sort."""
+    for n, d in [(1024, 32), (4096, 64)]:
+        x, *_ = problem(1, n, d)
+        report = report_for("step", 1, n, d)
 
-    def step(x):
-        return jsvgd.svgd_direction(x, -x, jsvgd.median_bandwidth(x))
+        def update(x):
+            return jsvgd.svgd_update(x, -x, jsvgd.median_bandwidth(x), 1e-3)
 
-    report("jsvgd", milliseconds=1e3 * seconds_a_call(step, x))
-    try:
-        import torch
-    except ImportError:
-        print("PyTorch is not installed: its program is not measured")
-    else:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        report("PyTorch program", milliseconds=1e3 * torch_seconds(torch, np.asarray(x), device))
-    try:
-        import blackjax
-        import optax
-    except ImportError:
-        print("BlackJAX is not installed: it is not measured")
-        return
-    algorithm = blackjax.svgd(lambda p: -p, optax.sgd(1e-3))
+        report("jsvgd", milliseconds=1e3 * seconds_a_step(update, x))
+        report("XLA with a sort", milliseconds=1e3 * seconds_a_step(step_with_sort, x))
+        try:
+            import torch
+        except ImportError:
+            print("PyTorch is not installed: its program is not measured")
+        else:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            seconds = torch_seconds(torch, np.asarray(x), device)
+            report("PyTorch program", milliseconds=1e3 * seconds)
+        try:
+            import blackjax
+            import optax
+        except ImportError:
+            print("BlackJAX is not installed: it is not measured")
+        else:
+            algorithm = blackjax.svgd(lambda p: -p, optax.sgd(1e-3))
+            seconds = seconds_a_step(algorithm.step, algorithm.init(x))
+            report("BlackJAX", milliseconds=1e3 * seconds)
 
-    @jax.jit
-    def loop(state, count):
-        return jax.lax.fori_loop(0, count, lambda _, st: algorithm.step(st), state)
 
-    state = algorithm.init(x)
-    jax.block_until_ready(loop(state, 2))
-    start = time.perf_counter()
-    jax.block_until_ready(loop(state, 20))
-    report("BlackJAX", milliseconds=1e3 * (time.perf_counter() - start) / 20)
+def step_with_sort(x):
+    """The same step as one writes it in XLA."""
+    n = x.shape[0]
+    norms = jnp.sum(x * x, axis=1)
+    products = jnp.matmul(x, x.T, precision="highest")
+    distances = jnp.maximum(norms[:, None] + norms[None] - 2 * products, 0)
+    median = jnp.sort(distances.ravel())[(n * n - 1) // 2]
+    h = jnp.maximum(median, 1e-5) / max(math.log(n), 1.0)
+    return x + 1e-3 * gram_direction("highest")(x, -x, h)
 
 
 def torch_seconds(torch, x, device, count=20):
@@ -320,28 +361,18 @@ def main():
             row = {"work": work, "chains": chains, "n": n, "d": d, "name": name, "floor": floor}
             rows.append({**row, "implementation": choice, **figures})
             write(options.output / "benchmark_direction.json", header)
-            print(describe(rows[-1], rows), flush=True)
+            if name != "failed":
+                print(describe(rows[-1], rows), flush=True)
 
         return report
 
-    for work, chains, n, d in QUICK if options.quick else WORK:
-        measure = measure_direction if work == "direction" else measure_gradient
-        try:
-            measure(chains, n, d, report_for(work, chains, n, d))
-        except Exception as error:  # one case that fails must not lose the others' figures
-            print(
-                f"{work} {chains}x{n}x{d} FAILED: {type(error).__name__}: {error}"[:300], flush=True
-            )
-            rows.append(
-                {
-                    "work": work,
-                    "chains": chains,
-                    "n": n,
-                    "d": d,
-                    "name": "failed",
-                    "error": str(error)[:300],
-                }
-            )
+    cases = QUICK if options.quick else WORK
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # compiling takes most of the time
+        compiling = [pool.submit(prepare_case, *case) for case in cases]
+        everything = [future.result() for future in compiling]
+    for case, prepared in zip(cases, everything, strict=True):
+        measure(*case, prepared, report_for(*case))
+        prepared.clear()
     if options.peers:
         peers(report_for)
     write(options.output / "benchmark_direction.json", header)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -9,65 +10,104 @@ from collections.abc import Callable
 import jax
 from jax import lax
 
-__all__ = ["compiled_with_memory", "seconds_a_call", "seconds_a_step"]
+__all__ = ["Prepared", "compiled_with_memory", "prepare", "seconds_a_call", "seconds_a_step"]
 
 # Steps in a loop whose length XLA knows: after every turn of any other, the host waits for the device.
 STEPS = 16
-
 
 # A call that takes longer hides the host's dispatch of the next one.
 LONG = 3e-4
 
 
-def seconds_a_call(function: Callable, x, *rest, seconds: float = 0.1, repeats: int = 3) -> float:
-    """Median seconds of ``function(x, *rest)``.
+@dataclasses.dataclass
+class Prepared:
+    """A function compiled for its arguments, to be called and timed.
 
-    Long calls are dispatched one after another. Short ones run inside one compiled loop, in which one number
-    of x moves a little, by a number of the last result, so that no call can be left out or taken out of
-    the loop.
+    Attributes:
+      compiled: the function for these arguments.
+      arguments: arrays.
+      bytes: what it holds at once: arguments, results and scratch.
+      step: state -> state, one call whose arguments depend on the last one's result.
+      loop: many steps, compiled; None until it is needed.
+    """
+
+    compiled: Callable
+    arguments: tuple
+    bytes: int
+    step: Callable
+    loop: Callable | None = None
+
+    def __call__(self):
+        return self.compiled(*self.arguments)
+
+    def seconds(self, seconds: float = 0.1, repeats: int = 3) -> float:
+        """Median seconds a call, of ``repeats`` measurements of about ``seconds`` each.
+
+        Long calls are dispatched one after another. Short ones run inside one compiled loop, in which one
+        number of the first argument moves a little, by a number of the last result, so that no call can be
+        left out or taken out of the loop.
+        """
+
+        def run(count):
+            start = time.perf_counter()
+            for _ in range(count):
+                result = self()
+            jax.block_until_ready(result)
+            return time.perf_counter() - start
+
+        run(2)
+        once = run(3) / 3
+        if once <= LONG:
+            self.loop = self.loop or compiled_loop(self.step, self.arguments)
+            return seconds_of_loop(self.loop, self.arguments, seconds, repeats)
+        count = max(3, int(seconds / once))
+        return statistics.median(run(count) for _ in range(repeats)) / count
+
+
+def prepare(function: Callable, x, *rest, short: bool = False) -> Prepared:
+    """Compiles function(x, *rest) for timing; where it is known to be short, the loop as well.
 
     Args:
       function: its result is an array or a pytree of arrays.
       x: array.
-      seconds: about how long one repeat may take.
     """
-    compiled = jax.jit(function).lower(x, *rest).compile()
 
-    def run(count):
-        start = time.perf_counter()
-        for _ in range(count):
-            result = compiled(x, *rest)
-        jax.block_until_ready(result)
-        return time.perf_counter() - start
-
-    run(2)
-    once = run(3) / 3
-    if once > LONG:
-        count = max(3, int(seconds / once))
-        return statistics.median(run(count) for _ in range(repeats)) / count
-
-    def step(state):
-        x, rest = state
+    def step(arguments):
+        x, *rest = arguments
         result = lax.optimization_barrier(function(x, *rest))
         moved = sum(leaf.ravel()[0] for leaf in jax.tree.leaves(result))
-        return x.at[(0,) * x.ndim].add((1e-6 * moved).astype(x.dtype)), rest
+        return x.at[(0,) * x.ndim].add((1e-6 * moved).astype(x.dtype)), *rest
 
-    return seconds_a_step(step, (x, rest), seconds=seconds, repeats=repeats)
+    compiled, size = compiled_with_memory(function, x, *rest)
+    arguments = (x, *rest)
+    loop = compiled_loop(step, arguments) if short else None
+    return Prepared(compiled, arguments, size, step, loop)
+
+
+def seconds_a_call(function: Callable, x, *rest, **options) -> float:
+    """Median seconds of ``function(x, *rest)``; ``prepare`` and ``Prepared.seconds`` in one."""
+    return prepare(function, x, *rest).seconds(**options)
 
 
 def seconds_a_step(step: Callable, state, *, seconds: float = 0.1, repeats: int = 3) -> float:
-    """Median seconds of ``state = step(state)`` inside one compiled loop.
+    """Median seconds of ``state = step(state)`` inside one compiled loop."""
+    return seconds_of_loop(compiled_loop(step, state), state, seconds, repeats)
 
-    Args:
-      seconds: about how long one repeat may take.
-    """
 
-    @jax.jit
+def compiled_loop(step: Callable, state) -> Callable:
+    """(turns, state) -> state after turns * STEPS steps."""
+
     def loop(turns, state):
         def turn(_, state):
             return lax.fori_loop(0, STEPS, lambda _, state: step(state), state)
 
         return lax.fori_loop(0, turns, turn, state)
+
+    return jax.jit(loop).lower(1, state).compile()
+
+
+def seconds_of_loop(loop: Callable, state, seconds: float, repeats: int) -> float:
+    """Median seconds a step."""
 
     def run(turns):
         start = time.perf_counter()

@@ -3,7 +3,7 @@
 With y, a and v as in :mod:`pallas_kernels.hopper_forward`, the cotangent g, gn = g / N and
 t_i = gn_i . (c z_i):
 
-    K_ij = exp2(min(y_i . y_j - a_i - a_j, 0)),   C_ij = gn_i . v_j + v_i . gn_j,
+    K_ij = exp2(y_i . y_j - a_i - a_j),   C_ij = gn_i . v_j + v_i . gn_j,
     W_ij = K_ij (C_ij + t_i + t_j)                                      (symmetric, like K)
     dz_i = (W z)_i - (sum_j W_ij) z_i + c ((sum_j K_ij) gn_i - (K gn)_i),     ds = K gn,
     dc   = sum_i z_i t_i,  t_i = (sum_j K_ij) gn_i - (K gn)_i.
@@ -237,7 +237,7 @@ def launch(x, y, v, g, half, own, *, layout: Layout, tiles: BackwardTiles, batch
             wait(vectors_ready)
             aj, tj = (plgpu.load(v, layout=plgpu.Layout.WGMMA.reduce(0)) for v in vectors)
             arrive(vectors_done)
-            k = jnp.exp2(jnp.minimum(e - down(ai) - across(aj), 0.0))
+            k = jnp.exp2(e - down(ai) - across(aj))
             wait((*v_ready, *g_ready))
             w = k * (pl.run_scoped(cross, square) + down(ti) + across(tj))
             arrive(v_done)

@@ -51,7 +51,7 @@ from pallas_kernels.triton_rank_tiles import (
 MAX_DIMENSION = 512
 MAX_PARTICLES = 1 << 20
 FIELDS = 8  # of a bracket, and of what all brackets share: powers of two
-STEP, DIRECT, FIELD, FINITE, COARSE_U = range(5)
+LAUNCH, DIRECT, FIELD, FINITE, COARSE_U = range(5)
 COPIES = 8  # counters that programs add to, so that they seldom meet
 
 
@@ -63,6 +63,7 @@ class Search:
     thresholds: int
     sample: int
     splits: int
+    stages: int = 2
 
     @property
     def passes(self):
@@ -121,84 +122,341 @@ def order_statistics(x, ranks, *, interpret=False, search=None):
       `Found`.
     """
     search = search or plan(*x.shape, interpret)
-    layout, r, w = search.layout, len(ranks), search.thresholds
-    launches = search.passes + (2 if search.sample else 0)
-    copies = COPIES if layout.blocks >= 8 else 1
-    cleared = [(launches, copies, r, 2, w), (launches, copies, 2 * r)]
-    operands, tally = rank_tiles.prepare(x, layout, cleared=cleared)
-    kinds = ["start"] + ["next"] * (search.passes - 1)
-    over_sample = [False] * search.passes
+    r, w = len(ranks), search.thresholds
+    kinds = [("start", False)] + [("next", False)] * (search.passes - 1)
     if search.sample:
-        kinds = ["start", "next", "turn"] + kinds[1:]
-        over_sample = [True, True] + over_sample
-    state = ()
-    for kind, sampled in zip(kinds, over_sample, strict=True):
-        *state, tally[0], tally[1] = _pass(search, ranks, kind, sampled, operands, state, tally)
-    return _finish(search, ranks, operands, state, tally)
+        kinds = [("start", True), ("next", True), ("turn", False)] + kinds[1:]
+    copies = COPIES if search.layout.blocks >= 8 else 1
+    cleared = [(len(kinds), copies, r, 2, w), (len(kinds), copies, 2 * r)]
+    operands, tally = rank_tiles.prepare(x, search.layout, cleared=cleared)
+    state = []
+    for kind, sampled in kinds:
+        *state, counts, ends = _pass(search, ranks, kind, sampled, operands, state, tally)
+        tally = [counts, ends]
+    values, keys = _finish(search, ranks, state, tally)
+    return Found(values, keys, state[0], operands)
+
+
+# --- one launch --------------------------------------------------------------------------------------
 
 
 def _pass(search, ranks, kind, sampled, operands, state, tally):
-    """One launch: (common, brackets, thresholds, counts, ends) after it."""
+    """[common, brackets, thresholds, counts, ends] after a pass over all tiles, or the sampled ones.
+
+    kind: "start" makes the first thresholds; "next" tightens the bracket first; "turn" goes from the bracket in
+    the sample to thresholds for all pairs.
+    """
     layout, r, w = search.layout, len(ranks), search.thresholds
     arrays = [a for a in operands if a is not None]
     offsets = min(search.sample, layout.offsets) if sampled else layout.offsets
     splits = min(search.splits, offsets)
-    turns = -(-offsets // splits)
 
     def program(*refs):
         operand_refs, refs = refs[: len(arrays)], refs[len(arrays) :]
-        state_refs, refs = refs[: len(state)], refs[len(state) :]
-        counts_ref, ends_ref, *outputs = refs[2:]
-        outputs = outputs[:0] + list(refs[2 + 2 :])
-        return operand_refs, state_refs, counts_ref, ends_ref, outputs
-
-    def body(*refs):
-        operand_refs, refs = refs[: len(arrays)], refs[len(arrays) :]
         state_refs, refs = refs[: len(state)], refs[len(state) + 2 :]
-        *outputs, counts_ref, ends_ref = refs
+        state_out, (counts_ref, ends_ref) = refs[:3], refs[3:]
         i, split = pl.program_id(0), pl.program_id(1)
         writes = (i == 0) & (split == 0)
-        tally_refs = counts_ref, ends_ref
+
+        def count(common, brackets, thresholds, direct):
+            distances = Distances(layout, operand_refs, common[FIELD], direct)
+            walk = (i, split, splits, offsets)
+            counts, ends = _count(distances, walk, brackets, thresholds)
+            here = common[LAUNCH], (i + split) % counts_ref.shape[1]
+            for q, part in enumerate(counts):
+                parts = [part]  # one limb is enough below 2^31 pairs
+                if search.total >= 1 << 31:
+                    parts = [part & ((1 << LIMB) - 1), part >> LIMB]
+                for limb, value in enumerate(parts):
+                    plt.atomic_add(counts_ref, (*here, 0 * i + q, 0 * i + limb, pl.ds(0, w)), value)
+            plt.atomic_max(ends_ref, (*here, pl.ds(0, 2 * r)), ends)
 
         def work(common, brackets, thresholds):
-            _store(outputs, writes, common, brackets, thresholds)
-            arguments = (layout, operand_refs, common[FIELD])
+            _store(state_out, writes, common, brackets, thresholds)
 
-            def count(direct):
-                distances = Distances(*arguments, direct)
-                found = _count(distances, i, split, splits, turns, offsets, brackets, thresholds)
-                return _vectors(found, r, w)
-
-            if layout.direct:
-                parts = count(True)
-            else:
-                parts = lax.cond(
-                    common[DIRECT] > 0, lambda: count(True), lambda: count(False)
-                )
-            copy = (i + split) % counts_ref.shape[1]
-            step = common[STEP] - 1
-            for q, counts in enumerate(parts[:-1]):
-                every = pl.ds(0, w)
-                # Fewer pairs than 2^31 need one limb only.
-                for limb, part in enumerate([counts] if search.total < 1 << 31 else [counts & ((1 << LIMB) - 1), counts >> LIMB]):
-                    plt.atomic_add(counts_ref, (step, copy, q, limb, every), part)
-            plt.atomic_max(ends_ref, (step, copy, pl.ds(0, 2 * r)), parts[-1])
+            @pl.when(_any_open(brackets))
+            def _():
+                if layout.direct:
+                    count(common, brackets, thresholds, True)
+                    return
+                pl.when(common[DIRECT] > 0)(lambda: count(common, brackets, thresholds, True))
+                pl.when(common[DIRECT] == 0)(lambda: count(common, brackets, thresholds, False))
 
         if kind == "start":
-            common, brackets, thresholds = _begin(search, ranks, sampled, operand_refs, i * 0)
-            work(common, brackets, thresholds)
+            work(*_begin(search, ranks, sampled, operand_refs, 0 * i))
             return
-        common, brackets, old = _load(state_refs, r)
+        common, brackets = _load(state_refs, r)
+        going = common[FINITE] > 0 if kind == "turn" else _any_open(brackets)
 
-        @pl.when(~_any_open(brackets))
+        @pl.when(going)
         def _():
-            if kind == "turn":
-                pass
-            _store(outputs, writes, common, brackets, old)
+            tally_refs = counts_ref, ends_ref
+            work(*_step(search, ranks, kind, sampled, common, brackets, state_refs[2], tally_refs))
 
-        @pl.when(_any_open(brackets))
+        @pl.when(~going)
         def _():
-            pass
+            _store(state_out, writes, common, brackets, None)
 
-    del program, body
-    return _launch(search, ranks, kind, sampled, operands, state, tally)
+    shapes = [(FIELDS,), (r, FIELDS), (r, w)]
+    name = program.__name__ = f"svgd_rank_{kind}" + ("_sample" if sampled else "")
+    first_tally = len(arrays) + len(state)
+    return pl.pallas_call(
+        program,
+        grid=(layout.blocks, splits),
+        in_specs=[pl.BlockSpec()] * (first_tally + 2),
+        out_specs=[pl.BlockSpec()] * 5,
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+        + [jax.ShapeDtypeStruct(a.shape, jnp.int32) for a in tally],
+        input_output_aliases={first_tally: 3, first_tally + 1: 4},
+        compiler_params=plt.CompilerParams(num_warps=layout.warps, num_stages=search.stages),
+        interpret=layout.interpret,
+        name=name,
+    )(*arrays, *state, *tally)
+
+
+def _finish(search, ranks, state, tally):
+    """Values and keys, in one program."""
+    r = len(ranks)
+
+    def program(*refs):
+        state_refs, tally_refs, (values_ref, keys_ref) = refs[:3], refs[3:5], refs[5:]
+        common, brackets = _load(state_refs, r)
+        tightened = _tightened(search, ranks, False, common, brackets, state_refs[2], tally_refs)
+        unit = power(254 - common[FIELD])  # the reciprocal of the scale
+        for q, (rank_bracket, old) in enumerate(zip(tightened, brackets, strict=True)):
+            key = rank_bracket.where(old.open(), old).high
+            keys_ref[q] = key
+            value = from_u(key) * unit * unit
+            values_ref[q] = jnp.where(common[FINITE] > 0, value, jnp.nan)
+
+    name = program.__name__ = "svgd_rank_finish"
+    return pl.pallas_call(
+        program,
+        grid=(1,),
+        in_specs=[pl.BlockSpec()] * 5,
+        out_specs=[pl.BlockSpec()] * 2,
+        out_shape=[jax.ShapeDtypeStruct((r,), jnp.float32), jax.ShapeDtypeStruct((r,), jnp.int32)],
+        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
+        interpret=search.layout.interpret,
+        name=name,
+    )(*state, *tally)
+
+
+# --- what every program does first ------------------------------------------------------------------
+
+
+def _begin(search, ranks, sampled, operand_refs, zero):
+    """common, brackets and thresholds from what `prepare` found."""
+    layout = search.layout
+    _, extents_ref, moments_ref = operand_refs[:3]
+    padded = tiles.next_power_of_two(layout.blocks)
+    every = pl.ds(zero, padded)
+    inside = zero + jnp.arange(padded) < layout.blocks
+    extents = plt.load(extents_ref.at[every], mask=inside, other=0)
+    extent = jnp.max(extents)
+    field = scale_field(extent)
+    factor = power(127 + field - scale_field(extents))
+    factor = factor * factor
+    sums, squares, norms = (
+        plt.load(moments_ref.at[zero + k, every], mask=inside, other=0.0) for k in range(3)
+    )
+    count = layout.pairs_within(1)
+    mean = jnp.sum(sums * factor) * (1.0 / count)
+    variance = jnp.sum(squares * factor * factor) * (1.0 / count) - mean * mean
+    finite = extent < INFINITE
+    coarse = to_u(COARSE * jnp.max(norms * factor))
+    common = [zero, zero, field, finite.astype(jnp.int32), coarse]
+    brackets, thresholds = [], []
+    for rank in ranks:
+        whole = Bracket.whole(search.sampled if sampled else search.total, zero)
+        whole.high = jnp.where(finite, whole.high, 0)  # closed
+        brackets.append(whole)
+        fraction = (rank - 0.5) / search.total
+        found = first_thresholds(fraction, search.thresholds, mean, variance)
+        if not sampled and not layout.direct:
+            found[0] = coarse
+        thresholds.append(found)
+    return common, brackets, thresholds
+
+
+def _step(search, ranks, kind, sampled, common, brackets, thresholds_ref, tally_refs):
+    """common, brackets and thresholds after the launch before this one."""
+    layout, w = search.layout, search.thresholds
+    over_sample = sampled or kind == "turn"
+    brackets = _tightened(
+        search, ranks, over_sample, common, brackets, thresholds_ref, tally_refs
+    )
+    launch, direct, field, finite, coarse = common
+    whole = Bracket.whole(search.total, 0 * launch)
+    if not (over_sample or layout.direct):
+        small = brackets[0].high <= coarse
+        for bracket in brackets[1:]:
+            small |= bracket.high <= coarse
+        again = small & (direct == 0)
+        direct = jnp.where(again, 1, direct)
+        brackets = [whole.where(again, bracket) for bracket in brackets]
+    full_passes_left = search.passes - (launch + 2) + (2 if search.sample else 0)
+    thresholds = []
+    for rank, bracket in zip(ranks, brackets, strict=True):
+        if kind == "turn":
+            found = bracket.thresholds(_sample_rank(search, rank), w, 30, search.sampled)
+            if not layout.direct:
+                found[0] = coarse
+        elif sampled:
+            found = bracket.thresholds(_sample_rank(search, rank), w, 30)
+        else:
+            found = bracket.thresholds(rank, w, full_passes_left)
+        thresholds.append(found)
+    if kind == "turn":
+        brackets = [whole] * len(ranks)
+    return [launch + 1, direct, field, finite, coarse], brackets, thresholds
+
+
+def _sample_rank(search, rank):
+    return min(max(1, round(rank * search.sampled / search.total)), search.sampled)
+
+
+def _tightened(search, ranks, over_sample, common, brackets, thresholds_ref, tally_refs):
+    """The brackets after the counts of the launch before this one."""
+    w = search.thresholds
+    counts_ref, ends_ref = tally_refs
+    copies = counts_ref.shape[1]
+    every = pl.ds(0, w)
+
+    def counted(q, limb):
+        return jnp.sum(counts_ref[common[LAUNCH], pl.ds(0, copies), q, limb, every], axis=0)
+
+    found = []
+    for q, (rank, bracket) in enumerate(zip(ranks, brackets, strict=True)):
+        low, high = counted(q, 0), jnp.zeros((w,), jnp.int32)
+        if search.total >= 1 << 31:
+            high = counted(q, 1)
+        counts = high + (low >> LIMB), low & ((1 << LIMB) - 1)
+        largest, smallest = (
+            jnp.max(ends_ref[common[LAUNCH], pl.ds(0, copies), 2 * q + side]) for side in (0, 1)
+        )
+        wanted = _sample_rank(search, rank) if over_sample else rank
+        found.append(
+            bracket.tighten(wanted, thresholds_ref[q, every], counts, NONE - smallest, largest - 1)
+        )
+    return found
+
+
+def _any_open(brackets):
+    found = brackets[0].open()
+    for bracket in brackets[1:]:
+        found |= bracket.open()
+    return found
+
+
+def _load(state_refs, r):
+    common_ref, brackets_ref, _ = state_refs
+    common = [common_ref[k] for k in range(COARSE_U + 1)]
+    return common, [
+        Bracket(*(brackets_ref[q, k] for k in range(len(Bracket.FIELDS)))) for q in range(r)
+    ]
+
+
+def _store(state_refs, writes, common, brackets, thresholds):
+    """By one program: all have the same. Thresholds that nobody will count are left out."""
+
+    @pl.when(writes)
+    def _():
+        common_ref, brackets_ref, thresholds_ref = state_refs
+        for k, value in enumerate(common):
+            common_ref[k] = value
+        for q, bracket in enumerate(brackets):
+            for k, value in enumerate(bracket.values()):
+                brackets_ref[q, k] = value
+        for q, values in enumerate(thresholds or ()):
+            for k, value in enumerate(values):
+                thresholds_ref[q, k] = value
+
+
+# --- the pass over the tiles ------------------------------------------------------------------------
+
+
+def _count(distances, walk, brackets, thresholds):
+    """([(W,) counts of each rank], (2 R,) ends: largest + 1 and NONE - smallest inside each bracket)."""
+    layout = distances.layout
+    i, split, splits, offsets = walk
+    size = layout.size
+    left = distances.block(i)
+    cuts = [_cut(t) for values in thresholds for t in values]
+    lowest = [jnp.where(b.low < 0, -FAR, from_u(b.low + 1)) for b in brackets]
+    beyond = [from_u(b.high + 1) for b in brackets]
+
+    def turn(t, carry):
+        counts, largest, smallest = carry
+        offset = split + t * splits
+        visited = (offset < offsets) & is_pair_of_blocks(layout, i, offset)
+        rows, inside, far, *rest = distances.block((i + offset) % layout.blocks)
+        right = (rows, inside, jnp.where(visited, far, FAR), *rest)
+        distance = distances.tile(left, right, offset)
+        counts = [
+            count + jnp.sum(_below(distance, cut, layout.interpret), axis=1)
+            for count, cut in zip(counts, cuts, strict=True)
+        ]
+        largest = [
+            jnp.maximum(found, jnp.max(jnp.where(distance < high, distance, -FAR), axis=1))
+            for found, high in zip(largest, beyond, strict=True)
+        ]
+        smallest = [
+            jnp.minimum(found, jnp.min(jnp.where(distance >= low, distance, FAR), axis=1))
+            for found, low in zip(smallest, lowest, strict=True)
+        ]
+        return counts, largest, smallest
+
+    def rows_of(value):
+        return jnp.full((size,), value, jnp.float32)
+
+    carry = (
+        [rows_of(0.0) for _ in cuts],
+        [rows_of(-FAR) for _ in brackets],
+        [rows_of(FAR) for _ in brackets],
+    )
+    turns = -(-offsets // splits)
+    if turns == 1:
+        carry = turn(0 * i, carry)
+    else:
+        carry = lax.fori_loop(0, turns, turn, carry)
+    counts, largest, smallest = carry
+    totals = [jnp.sum(count.astype(jnp.int32)) for count in counts]
+    w = len(thresholds[0])
+    ends = []
+    for top, bottom in zip(largest, smallest, strict=True):
+        top, bottom = jnp.max(top), jnp.min(bottom)
+        ends += [jnp.where(top == -FAR, 0, to_u(top) + 1), NONE - to_u(bottom)]
+    return [_vector(totals[k : k + w]) for k in range(0, len(totals), w)], _vector(ends)
+
+
+def _vector(scalars):
+    places = jnp.arange(len(scalars))
+    found = jnp.zeros((len(scalars),), jnp.int32)
+    for k, value in enumerate(scalars):
+        found = jnp.where(places == k, value, found)
+    return found
+
+
+def _cut(u):
+    """(bound, bound 2^a, -2^a) where distance < bound just when its integer is <= u, and 2^a units fill a step."""
+    bound = from_u(u + 1)
+    pattern = rank_tiles.bits(bound)
+    return (
+        bound,
+        number((pattern & 0x7FFFFF) | (151 << 23)),
+        -number((278 - (pattern >> 23)) << 23),
+    )
+
+
+def _below(distance, cut, interpret):
+    """1.0 where the distance is below the bound, else 0.0.
+
+    (bound - distance) 2^a is 1 or more for every float below the bound, so saturated to [0, 1] it is the answer: one
+    instruction of the multiply-add units, where a comparison takes two of units half as many.
+    """
+    bound, scaled, factor = cut
+    if interpret:
+        return jnp.where(distance < bound, 1.0, 0.0)
+    arguments = jnp.broadcast_arrays(distance, factor, scaled)
+    return pairs._instruction("fma.rn.sat.f32", *arguments)

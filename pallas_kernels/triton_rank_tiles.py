@@ -193,7 +193,8 @@ def prepare(x, layout, *, cleared):
 
 def is_pair_of_blocks(layout, i, offset):
     """Whether the tile of block i and block i + offset is one to visit."""
-    return 2 * offset < layout.blocks + jnp.where(i < layout.blocks // 2, 1, 0)
+    twice, blocks = 2 * offset, layout.blocks
+    return (twice < blocks) | ((twice == blocks) & (2 * i < blocks))
 
 
 class Distances:
