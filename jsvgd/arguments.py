@@ -1,12 +1,14 @@
-"""Checks of array arguments: an error names the argument, what came and what was expected."""
+"""Checks of arguments: an error names the argument, what came and what was expected."""
 
 from __future__ import annotations
+
+import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["check_bandwidth", "check_matrix", "check_real"]
+__all__ = ["at_least", "check_bandwidth", "check_matrix", "check_real"]
 
 
 def check_matrix(name: str, value) -> jax.Array:
@@ -48,3 +50,14 @@ def check_real(name: str, value, dtype) -> jax.Array:
     if not (jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)):
         raise TypeError(f"{name} must be a real number, got {value!r}")
     return jnp.asarray(value, dtype)
+
+
+def at_least(name: str, value: int, least: int) -> int:
+    """The whole number, or an error that names it."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {value!r}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 import os
 import signal
 import threading
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jsvgd
+from jsvgd.arguments import at_least
 from jsvgd.identity import abstract, described, differences_of, identity, named, others, packed
 from jsvgd.loop import History, Reached
 from jsvgd.sampler import SVGDState
@@ -46,13 +46,7 @@ class Checkpoint:
 
     def __post_init__(self):
         for name in ("every", "keep"):
-            value = getattr(self, name)
-            try:
-                number = operator.index(value)
-            except TypeError:
-                raise TypeError(f"{name} must be a whole number, got {value!r}") from None
-            if number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
+            at_least(name, getattr(self, name), 1)
 
 
 @contextlib.contextmanager

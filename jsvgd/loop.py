@@ -11,16 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jsvgd.arguments import at_least
 from jsvgd.batches import STREAM, Stream, batch_chooser
 from jsvgd.progress import progress_bar
-from jsvgd.run_checks import (
-    as_callbacks,
-    at_least,
-    batch_choice,
-    check_key,
-    check_sampler,
-    steps_made,
-)
+from jsvgd.run_checks import as_callbacks, batch_choice, check_key, check_sampler, steps_made
 from jsvgd.sampler import SamplingAlgorithm, SVGDInfo, SVGDState
 
 __all__ = ["History", "run"]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jsvgd.arguments import at_least
 from jsvgd.batches import ALL_ROWS, STREAM, count_rows, is_stream
 
-__all__ = ["as_callbacks", "at_least", "batch_choice", "check_key", "check_sampler", "steps_made"]
+__all__ = ["as_callbacks", "batch_choice", "check_key", "check_sampler", "steps_made"]
 
 
 def check_key(name: str, key: Any) -> None:
@@ -76,14 +76,3 @@ def as_callbacks(callback) -> tuple[Callable, ...]:
         if not callable(one):
             raise TypeError(f"callback must be a function or several, got {type(one).__name__}")
     return callbacks
-
-
-def at_least(name: str, value: int, least: int) -> int:
-    """The whole number, or an error that names it."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {value!r}") from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
-    return number

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jsvgd.arguments import at_least
 from jsvgd.groups import scale_by_svgd_per_group
 from jsvgd.transform import ScaleBySVGDState, scale_by_svgd
-from jsvgd.trees import check_particles
+from jsvgd.trees import check_particles, settled
 
 __all__ = ["SVGDInfo", "SVGDState", "SamplingAlgorithm", "svgd"]
 
@@ -97,7 +98,8 @@ def svgd(
       in ``jsvgd.run`` and in ``blackjax.util.run_inference_algorithm``.
 
     Raises:
-      TypeError: where ``logdensity_fn`` is not callable or ``optimizer`` no optax optimiser.
+      TypeError: where ``logdensity_fn`` is not callable, ``optimizer`` no optax optimiser, or a number
+        none.
       ValueError: for unknown names and sizes below one.
 
     Example:
@@ -116,8 +118,8 @@ def svgd(
         raise TypeError(
             f"optimizer must be an optax optimiser (init and update), got {type(optimizer).__name__}"
         )
-    if score_batch_size is not None and score_batch_size < 1:
-        raise ValueError(f"score_batch_size must be at least 1, got {score_batch_size}")
+    if score_batch_size is not None:
+        score_batch_size = at_least("score_batch_size", score_batch_size, 1)
     per_group = {} if groups is None else {"groups": groups}
     transform = (scale_by_svgd if groups is None else scale_by_svgd_per_group)(
         kernel=kernel,
@@ -148,8 +150,8 @@ def svgd(
     def init(particles, rng_key=None):
         del rng_key
         check_particles("particles", particles)
-        particles = jax.tree.map(jnp.asarray, particles)
-        return SVGDState(particles, optimizer.init(particles), transform.init(particles))
+        particles = settled(jax.tree.map(jnp.asarray, particles))
+        return settled(SVGDState(particles, optimizer.init(particles), transform.init(particles)))
 
     def step(rng_key, state, *args):
         log_densities, scores = log_densities_and_scores(rng_key, state.particles, args)

@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jsvgd.arguments import at_least, check_real
 from jsvgd.composite import FunctionKernel, LinearKernel, as_kernel, terms_of
 from jsvgd.kernels import IMQ, RBF, Kernel
 from jsvgd.preconditioner import centre, from_whitened, to_whitened
 from jsvgd.sampler import SamplingAlgorithm, SVGDInfo, SVGDState
 from jsvgd.transform import scale_by_svgd
-from jsvgd.trees import check_particles, to_matrix
+from jsvgd.trees import check_particles, settled, to_matrix
 
 __all__ = ["kernel_noise", "stochastic_svgd"]
 
@@ -99,6 +100,7 @@ def stochastic_svgd(
 
     Raises:
       ValueError: for a step size that is not positive and unknown names.
+      TypeError: for numbers that are none.
 
     Example:
       >>> import jax
@@ -112,10 +114,14 @@ def stochastic_svgd(
         raise TypeError(
             f"logdensity_fn must be a function of one particle, got {type(logdensity_fn).__name__}"
         )
-    if not callable(step_size) and not step_size > 0:
-        raise ValueError(f"step_size must be positive, got {step_size}")
-    if num_features is not None and num_features < 1:
-        raise ValueError(f"num_features must be at least 1 or None, got {num_features}")
+    if not callable(step_size):
+        check_real("step_size", step_size, jnp.result_type(float))
+        if not step_size > 0:
+            raise ValueError(f"step_size must be positive, got {step_size}")
+    if num_features is not None:
+        num_features = at_least("num_features", num_features, 1)
+    if score_batch_size is not None:
+        score_batch_size = at_least("score_batch_size", score_batch_size, 1)
     kernel = as_kernel(kernel)
     transform = scale_by_svgd(
         kernel=kernel,
@@ -130,7 +136,7 @@ def stochastic_svgd(
     def init(particles, rng_key=None):
         del rng_key
         check_particles("particles", particles)
-        particles = jax.tree.map(jnp.asarray, particles)
+        particles = settled(jax.tree.map(jnp.asarray, particles))
         return SVGDState(particles, (), transform.init(particles))
 
     def step(rng_key, state, *args):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jsvgd import dispatch
+from jsvgd.arguments import check_real
 from jsvgd.bandwidth import check_bandwidth_choice, resolve_bandwidth
 from jsvgd.composite import as_kernel
 from jsvgd.direction import svgd_direction
@@ -90,6 +91,7 @@ def scale_by_svgd(
     check_bandwidth_choice(bandwidth)
     preconditioner = as_preconditioner(preconditioner, refresh_every)
     temperature_at = as_temperature(temperature)
+    check_real("repulsion", repulsion, jnp.result_type(float))
     dispatch.check_names(precision, implementation)
 
     def init(params):
@@ -150,7 +152,7 @@ def as_temperature(temperature):
     """A function from the step to T, of a number > 0 or an optax schedule."""
     if callable(temperature):
         return lambda step: jnp.asarray(temperature(step))
-    constant = jnp.asarray(temperature, jnp.result_type(float))
+    constant = check_real("temperature", temperature, jnp.result_type(float))
     if constant.ndim:
         raise ValueError(f"temperature must be a scalar or a schedule, got shape {constant.shape}")
     if not isinstance(constant, jax.core.Tracer) and not constant > 0:

@@ -9,7 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["check_particles", "to_matrix"]
+__all__ = ["check_particles", "settled", "to_matrix"]
+
+
+def settled(tree: Any) -> Any:
+    """The leaves without weak types, which ``jnp.full((5, 2), 1.0)`` has, or a learning rate in a state.
+
+    A step drops them, and what was compiled for them would be compiled once more for what comes out.
+    """
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf,
+        tree,
+    )
 
 
 def check_particles(name: str, tree: Any) -> int:

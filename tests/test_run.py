@@ -1,5 +1,6 @@
 """The loop's ways in and out: batches of iterators, early stops, keys a particle, memory, the bar."""
 
+import argparse
 import functools
 
 import jax
@@ -72,6 +73,21 @@ def test_generators_and_functions_of_the_step_give_the_same_run(sampler, state):
     assert_trees_equal(whole, end)
 
 
+def test_a_loader_begins_anew_with_each_call_and_an_iterator_goes_on(sampler, state):
+    """What the docstring of ``run`` says of two halves."""
+    batches = [np.full(3, i, np.float32) for i in range(8)]
+    whole = by_hand(sampler, state, batches)
+    going_on = iter(batches)
+    half, _ = jsvgd.run(KEY, sampler, state, 4, data=going_on)
+    end, _ = jsvgd.run(KEY, sampler, half, 4, data=going_on)
+    assert_trees_close(end.particles, whole.particles)
+    loader = Loader(np.repeat(np.arange(8, dtype=np.float32), 3), 3)
+    half, _ = jsvgd.run(KEY, sampler, state, 4, data=loader)
+    end, _ = jsvgd.run(KEY, sampler, half, 4, data=loader)
+    twice = by_hand(sampler, state, [*batches[:4], *batches[:4]])
+    assert_trees_close(end.particles, twice.particles)
+
+
 def test_an_iterator_that_ends_ends_the_run_with_a_warning(sampler, state):
     batches = iter([np.ones(3, np.float32)] * 5)
     with pytest.warns(UserWarning, match="ended after 5 of 9 steps"):
@@ -97,6 +113,21 @@ def test_nothing_is_compiled_anew_for_the_same_shapes(sampler, state, tmp_path):
         jsvgd.run(KEY, sampler, state, steps, data=iter([batch] * 11), checkpoint=checkpoint)
     jsvgd.run(KEY, sampler, state, 9, data=lambda step: iter([batch] * 9), callback=lambda *_: 0)
     assert jsvgd.loop._steps._cache_size() == compiled
+
+
+@pytest.mark.parametrize("make", ["svgd", "injected", "stochastic"])
+def test_weakly_typed_particles_compile_nothing_twice(make):
+    normal = lambda x: -0.5 * (x @ x)
+    sampler = {
+        "svgd": lambda: jsvgd.svgd(normal, optax.adam(0.05)),
+        "injected": lambda: jsvgd.svgd(normal, optax.inject_hyperparams(optax.adam)(0.05)),
+        "stochastic": lambda: jsvgd.stochastic_svgd(normal, 0.05),
+    }[make]()
+    state = sampler.init(jnp.full((5, 2), 1.0))
+    compiled = jsvgd.loop._steps._cache_size()
+    state, _ = jsvgd.run(KEY, sampler, state, 3)
+    jsvgd.run(KEY, sampler, state, 3)
+    assert jsvgd.loop._steps._cache_size() == compiled + 1
 
 
 def test_several_callbacks_see_every_record(sampler, state):
@@ -148,6 +179,25 @@ def test_a_run_stops_where_the_discrepancy_is_small():
     assert 10 < int(end.step) < 2000
     discrepancy = lambda state: float(jsvgd.diagnostics.ksd(state.particles, -state.particles))
     assert discrepancy(end) < 0.2 < discrepancy(started(sampler))
+
+
+def test_particles_that_move_again_are_counted_anew():
+    """Rest, rest, a move, rest, rest: patience is three records in a row."""
+    place = lambda x: argparse.Namespace(particles=np.float32([[x], [x + 1.0]]))
+    stop = jsvgd.StopOnMovement(0.1, patience=3)
+    moves = [0, 0, 0, 5, 5, 5, 5]
+    calls = [stop(i, place(x), None) for i, x in enumerate(moves)]
+    assert calls == [False, False, False, False, False, False, True]
+
+
+def test_the_discrepancy_is_that_of_the_data():
+    """Far from the data given by ``args`` a run goes on; where they lie it stops."""
+    x = np.random.default_rng(0).normal(size=(200, 2)).astype(np.float32)
+    density = lambda position, centre: -0.5 * jnp.sum((position - centre) ** 2)
+    here = argparse.Namespace(particles=x)
+    for centre, stops in [(0.0, True), (3.0, False)]:
+        stop = jsvgd.StopOnKSD(density, 0.3, args=(np.float32(centre),))
+        assert stop(1, here, None) is stops
 
 
 def test_stops_name_what_is_wrong():

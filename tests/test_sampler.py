@@ -248,6 +248,10 @@ def test_it_runs_inside_blackjax():
     )
 
 
+def stochastic(**options):
+    return jsvgd.stochastic_svgd(standard_normal, 0.1, **options)
+
+
 def test_the_sampler_names_what_is_wrong():
     with pytest.raises(
         TypeError, match="logdensity_fn must be a function of one particle, got str"
@@ -255,6 +259,18 @@ def test_the_sampler_names_what_is_wrong():
         jsvgd.svgd("normal", optax.adam(0.1))
     with pytest.raises(TypeError, match="optimizer must be an optax optimiser"):
         jsvgd.svgd(standard_normal, 0.1)
+    for make in (lambda **o: jsvgd.svgd(standard_normal, optax.sgd(0.1), **o), stochastic):
+        for name, value in [("temperature", "a"), ("temperature", None)]:
+            with pytest.raises(TypeError, match=f"{name} must be a real number, got {value!r}"):
+                make(**{name: value})
+        for value in ("a", 1.5):
+            message = f"score_batch_size must be a whole number, got {value!r}"
+            with pytest.raises(TypeError, match=message):
+                make(score_batch_size=value)
+    with pytest.raises(TypeError, match="repulsion must be a real number, got 'a'"):
+        jsvgd.svgd(standard_normal, optax.sgd(0.1), repulsion="a")
+    with pytest.raises(TypeError, match="step_size must be a real number, got 'a'"):
+        jsvgd.stochastic_svgd(standard_normal, "a")
     with pytest.raises(ValueError, match="score_batch_size must be at least 1, got 0"):
         jsvgd.svgd(standard_normal, optax.adam(0.1), score_batch_size=0)
     sampler = jsvgd.svgd(standard_normal, optax.adam(0.1))
@@ -419,6 +435,13 @@ def test_run_names_what_is_wrong(gaussian):
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+    for key in (0, None, "key", np.zeros((2, 2), np.uint32), np.zeros(2, np.float32)):
+        with pytest.raises(TypeError, match=r"rng_key must be a key of jax\.random\.key, got"):
+            jsvgd.run(key, sampler, state, 2)
+    with pytest.raises(ValueError, match=r"rng_key must be one key, got keys of shape \(3,\)"):
+        jsvgd.run(jax.random.split(jax.random.key(0), 3), sampler, state, 2)
+    with pytest.raises(TypeError, match="sampler must have init and step.*got NoneType"):
+        jsvgd.run(jax.random.key(0), None, state, 2)
     with pytest.raises(TypeError, match="num_steps must be a whole number, got 2.5"):
         run(2.5)
     with pytest.raises(TypeError, match="callback must be a function or several, got int"):

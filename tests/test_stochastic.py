@@ -131,7 +131,7 @@ def test_noise_of_features_forms_no_particle_by_particle_array():
 def test_errors_name_what_came():
     with pytest.raises(ValueError, match="step_size must be positive, got 0"):
         stochastic_svgd(lambda x: x.sum(), 0.0)
-    with pytest.raises(ValueError, match="num_features must be at least 1 or None, got 0"):
+    with pytest.raises(ValueError, match="num_features must be at least 1, got 0"):
         stochastic_svgd(lambda x: x.sum(), 0.1, num_features=0)
     with pytest.raises(TypeError, match="int"):
         stochastic_svgd(3, 0.1)
