@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jsvgd.trees import check_particles
+from jsvgd.trees import check_particles, joined_names, leaf_names
 
 __all__ = ["to_arviz"]
 
@@ -55,7 +55,7 @@ def to_arviz(
 
     Raises:
       ImportError: where ArviZ 1 is not installed (it needs Python 3.12 or newer).
-      ValueError: where shapes or names do not fit.
+      ValueError: where shapes or names do not fit, or two variables would have one name.
     """
     arviz = _arviz()
     check_particles("particles", particles)
@@ -64,7 +64,7 @@ def to_arviz(
     per_particle = _over_particles(particles, chains)
 
     stored = particles if transform is None else per_particle(transform)
-    posterior = _variables(stored, lead, names)
+    posterior = _variables(stored, lead, names, chains)
     groups: dict[str, dict[str, np.ndarray]] = {"posterior": posterior}
     for group, given in {
         "log_likelihood": log_likelihood,
@@ -75,7 +75,9 @@ def to_arviz(
             continue
         given = given if isinstance(given, Mapping) else {"y": given}
         arrays = {k: per_particle(v) if callable(v) else v for k, v in given.items()}
-        groups[group] = {k: _with_chains(f"{group}[{k!r}]", v, lead) for k, v in arrays.items()}
+        groups[group] = {
+            k: _with_chains(f"{group}[{k!r}]", v, lead, chains) for k, v in arrays.items()
+        }
     if observed_data is not None:
         groups["observed_data"] = {k: np.asarray(v) for k, v in observed_data.items()}
     about = {"inference_library": "jsvgd", **dict(attrs or {})}
@@ -126,7 +128,7 @@ def _over_particles(particles, chains: bool):
     return apply
 
 
-def _variables(tree, lead, names) -> dict[str, np.ndarray]:
+def _variables(tree, lead, names, chains) -> dict[str, np.ndarray]:
     if names is not None:
         matrix = np.asarray(tree) if not isinstance(tree, (Mapping, list, tuple)) else None
         columns = None if matrix is None else matrix.shape[-1]
@@ -135,23 +137,25 @@ def _variables(tree, lead, names) -> dict[str, np.ndarray]:
                 f"names must be {columns} different names, one for each column of particles, "
                 f"got {list(names)}"
             )
-        matrix = _with_chains("particles", matrix, lead)
+        matrix = _with_chains("particles", matrix, lead, chains)
         return {name: matrix[..., i] for i, name in enumerate(names)}
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        # The variable of an NNX parameter is one more node, called "value".
-        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        found[name or "x"] = _with_chains(f"particles[{name!r}]", leaf, lead)
-    return found
+    labels = joined_names("variables", leaf_names(tree))
+    return {
+        name or "x": _with_chains(f"particles[{name!r}]", leaf, lead, chains)
+        for name, leaf in zip(labels, jax.tree.leaves(tree), strict=True)
+    }
 
 
-def _with_chains(name, array, lead) -> np.ndarray:
-    """The array as (chains, particles, ...)."""
+def _with_chains(name, array, lead, chains: bool) -> np.ndarray:
+    """The array as (chains, particles, ...); half precision, which xarray cannot hold, as float32."""
     array = np.asarray(array)
-    chains, count = lead
-    if array.shape[:1] == (count,) and chains == 1 and array.shape[:2] != lead:
+    if array.dtype == jnp.bfloat16:
+        array = array.astype(np.float32)
+    num_chains, count = lead
+    # One chain of one particle: (1, 1) is a particle of one dimension, not a chain axis.
+    if not chains and array.shape[:1] == (count,) and (count == 1 or array.shape[:2] != lead):
         array = array[None]
     if array.shape[:2] != lead:
-        expected = f"({count}, ...)" if chains == 1 else f"({chains}, {count}, ...)"
+        expected = f"({num_chains}, {count}, ...)" if chains else f"({count}, ...)"
         raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
     return array

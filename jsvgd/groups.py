@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from jsvgd.transform import ScaleBySVGDState, scale_by_svgd
-from jsvgd.trees import check_particles
+from jsvgd.trees import check_particles, joined_names, leaf_names
 
 __all__ = ["PerGroupState", "group_labels", "scale_by_svgd_per_group", "split_groups"]
 
@@ -118,10 +118,12 @@ def scale_by_svgd_per_group(
 def group_labels(
     params: Any, groups: str | Callable[[tuple[str, ...]], str] = "layer"
 ) -> list[str]:
-    """The group of every leaf, in the order of ``jax.tree.leaves``."""
-    label_of = _as_labelling(groups)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    return [label_of(_names(path)) for path in paths]
+    """The group of every leaf, in the order of ``jax.tree.leaves``.
+
+    Raises:
+      ValueError: where two layers, or leaves, would have one label: ``{"a": {"b": x}, "a.b": y}``.
+    """
+    return _as_labelling(groups)(leaf_names(params))
 
 
 def split_groups(
@@ -135,21 +137,15 @@ def split_groups(
     return parts
 
 
-def _as_labelling(groups) -> Callable[[tuple[str, ...]], str]:
+def _as_labelling(groups) -> Callable[[list[tuple[str, ...]]], list[str]]:
     if callable(groups):
-        return lambda names: str(groups(names))
+        return lambda names: [str(groups(one)) for one in names]
     if not isinstance(groups, str):
         raise TypeError(
             f'groups must be "layer", "leaf" or a function of the path, got {type(groups).__name__}'
         )
     if groups == "layer":
-        return lambda names: ".".join(names[:-1])
+        return lambda names: joined_names("layers", [one[:-1] for one in names])
     if groups == "leaf":
-        return lambda names: ".".join(names)
+        return lambda names: joined_names("leaves", names)
     raise ValueError(f'groups must be "layer", "leaf" or a function of the path, got {groups!r}')
-
-
-def _names(path) -> tuple[str, ...]:
-    names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-    # The variable of an NNX parameter is one more node, called "value".
-    return names[:-1] if len(names) > 1 and names[-1] == "value" else names

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["check_particles", "settled", "to_matrix"]
+__all__ = ["check_particles", "joined_names", "leaf_names", "settled", "to_matrix"]
 
 
 def settled(tree: Any) -> Any:
@@ -49,6 +50,40 @@ def check_particles(name: str, tree: Any) -> int:
             f"{name} must hold at least one particle and one dimension, got {count} particles"
         )
     return count
+
+
+def leaf_names(tree: Any) -> list[tuple[str, ...]]:
+    """The path of every leaf as names, in the order of ``jax.tree.leaves``.
+
+    The variable of an NNX parameter is one more node, whose child is called "value": it is left out.
+    """
+    nnx = sys.modules.get("flax.nnx")  # without it there are no such variables
+
+    def is_variable(node):
+        return nnx is not None and isinstance(node, nnx.Variable)
+
+    found = []
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
+        if is_variable(node):
+            inner = jax.tree_util.tree_leaves_with_path(node)
+            paths = [(*path, *below[1:]) for below, _ in inner]
+        else:
+            paths = [path]
+        found += [tuple(jax.tree_util.keystr((k,), simple=True) for k in path) for path in paths]
+    return found
+
+
+def joined_names(what: str, names: list[tuple[str, ...]]) -> list[str]:
+    """Names joined by dots, or an error where two different ones would become the same."""
+    origin: dict[str, tuple[str, ...]] = {}
+    for one in names:
+        other = origin.setdefault(".".join(one), one)
+        if other != one:
+            raise ValueError(
+                f"the {what} at {'/'.join(other)} and at {'/'.join(one)} would both be called "
+                f"{'.'.join(one)!r}: rename one of them"
+            )
+    return [".".join(one) for one in names]
 
 
 def to_matrix(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:

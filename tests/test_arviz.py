@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import types
+import typing
 
 import jax
 import numpy as np
@@ -69,6 +70,30 @@ def test_nnx_parameters_keep_their_names(az):
         jax.random.key(0), lambda rngs: nnx.Linear(2, 3, rngs=rngs), 4
     )
     assert sorted(jsvgd.to_arviz(params)["posterior"]) == ["bias", "kernel"]
+
+
+def test_a_variable_called_value_is_no_node_of_nnx(az):
+    class Pair(typing.NamedTuple):
+        value: np.ndarray
+        scale: np.ndarray
+
+    x = NORMAL
+    assert sorted(jsvgd.to_arviz(Pair(x, x))["posterior"]) == ["scale", "value"]
+    assert sorted(jsvgd.to_arviz({"a": {"value": x, "b": x}})["posterior"]) == ["a.b", "a.value"]
+    with pytest.raises(ValueError, match=r"variables at a/b and at a\.b would both be .*'a\.b'"):
+        jsvgd.to_arviz({"a": {"b": x}, "a.b": 2 * x})
+
+
+def test_bfloat16_and_one_particle_of_one_dimension(az):
+    half = jax.numpy.asarray(NORMAL, jax.numpy.bfloat16)
+    data = jsvgd.to_arviz(half, log_likelihood=half)
+    assert data["posterior"]["x"].dtype == np.float32
+    np.testing.assert_array_equal(data["posterior"]["x"][0], half.astype(np.float32))
+    np.testing.assert_array_equal(data["log_likelihood"]["y"][0], half.astype(np.float32))
+    one = jax.numpy.ones((1, 1))
+    assert jsvgd.to_arviz(one, names=["a"])["posterior"]["a"].shape == (1, 1)
+    assert jsvgd.to_arviz(one, log_likelihood=one)["log_likelihood"]["y"].shape == (1, 1, 1)
+    assert jsvgd.to_arviz(one[None], chains=True)["posterior"]["x"].shape == (1, 1, 1)
 
 
 def test_the_summary_is_that_of_the_particles(az):

@@ -2,6 +2,7 @@
 
 import functools
 import types
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -319,7 +320,29 @@ def test_the_layers_of_nnx_and_linen_networks_are_found():
     assert sorted(linen_groups) == ["Dense_0", "Dense_1"]
 
 
+def test_leaves_called_value_are_leaves():
+    class Pair(typing.NamedTuple):
+        value: jax.Array
+        scale: jax.Array
+
+    leaf = np.ones((4, 2), np.float32)
+    found = lambda tree, how: list(jsvgd.scale_by_svgd_per_group(how).init(tree).groups)
+    assert found({"a": {"value": leaf, "b": leaf}}, "layer") == ["a"]
+    assert found({"a": {"value": leaf, "b": leaf}}, "leaf") == ["a.b", "a.value"]
+    assert sorted(found(Pair(leaf, leaf), "leaf")) == ["scale", "value"]
+    assert found({"in": Pair(leaf, leaf), "out": leaf}, "layer") == ["in", ""]
+    params = jsvgd.flax.init_particles(
+        jax.random.key(0), lambda rngs: nnx.Linear(2, 3, rngs=rngs), 4
+    )
+    assert found(params, "leaf") == ["bias", "kernel"]
+
+
 def test_groups_that_cannot_be_are_named():
+    leaf = np.ones((4, 2), np.float32)
+    with pytest.raises(ValueError, match=r"leaves at a/b and at a\.b would both be called 'a\.b'"):
+        jsvgd.scale_by_svgd_per_group("leaf").init({"a": {"b": leaf}, "a.b": leaf})
+    with pytest.raises(ValueError, match=r"layers at a/b and at a\.b would both be called 'a\.b'"):
+        jsvgd.scale_by_svgd_per_group().init({"a": {"b": {"w": leaf}}, "a.b": {"w": leaf}})
     with pytest.raises(ValueError, match="groups must be .* got 'block'"):
         jsvgd.scale_by_svgd_per_group("block")
     with pytest.raises(TypeError, match="groups must be .* got int"):
