@@ -5,8 +5,8 @@ each of W thresholds, and finds the smallest and the largest inside the bracket.
 reads what the launch before counted, tightens the bracket (`triton_rank_bracket`) and makes the next thresholds,
 the same in every program; once the bracket is closed, the launches that remain return at once.
 
-Distances are compared as floats and counted in integers, which add up in any order: atomic additions leave the
-answer, one of the computed distances, the same in every call.
+Distances are compared as floats and counted exactly, in whole numbers that float32 holds (Pallas has no atomic addition
+of vectors of integers), which add up in any order: the answer, one of the computed distances, is the same in every call.
 
 Many particles begin with two passes over the tiles nearest to the diagonal, a sample in which every particle
 has the same part. It only places the first thresholds. Where the first pass over everything shows the wanted distance
@@ -52,6 +52,7 @@ MAX_DIMENSION = 512
 MAX_PARTICLES = 1 << 20
 FIELDS = 8  # of a bracket, and of what all brackets share: powers of two
 LAUNCH, DIRECT, FIELD, FINITE, COARSE_U = range(5)
+DIGITS = 12  # bits of a count in each of its counters
 COPIES = 8  # counters that programs add to, so that they seldom meet
 
 
@@ -68,6 +69,11 @@ class Search:
     @property
     def passes(self):
         return passes(self.thresholds)
+
+    @property
+    def limbs(self):
+        """Float32 counters a count is cut into: no sum in one of them passes 2^24."""
+        return 1 if self.total < 1 << 24 else 2 if self.total < 1 << (24 + DIGITS) else 3
 
     @property
     def total(self):
@@ -127,7 +133,10 @@ def order_statistics(x, ranks, *, interpret=False, search=None):
     if search.sample:
         kinds = [("start", True), ("next", True), ("turn", False)] + kinds[1:]
     copies = COPIES if search.layout.blocks >= 8 else 1
-    cleared = [(len(kinds), copies, r, 2, w), (len(kinds), copies, 2 * r)]
+    cleared = [
+        jax.ShapeDtypeStruct((len(kinds), copies, r, search.limbs, w), jnp.float32),
+        jax.ShapeDtypeStruct((len(kinds), copies, 2 * r), jnp.int32),
+    ]
     operands, tally = rank_tiles.prepare(x, search.layout, cleared=cleared)
     state = []
     for kind, sampled in kinds:
@@ -164,12 +173,15 @@ def _pass(search, ranks, kind, sampled, operands, state, tally):
             counts, ends = _count(distances, walk, brackets, thresholds)
             here = common[LAUNCH], (i + split) % counts_ref.shape[1]
             for q, part in enumerate(counts):
-                parts = [part]  # one limb is enough below 2^31 pairs
-                if search.total >= 1 << 31:
-                    parts = [part & ((1 << LIMB) - 1), part >> LIMB]
-                for limb, value in enumerate(parts):
-                    plt.atomic_add(counts_ref, (*here, 0 * i + q, 0 * i + limb, pl.ds(0, w)), value)
-            plt.atomic_max(ends_ref, (*here, pl.ds(0, 2 * r)), ends)
+                for limb in range(search.limbs):
+                    if limb < search.limbs - 1:
+                        value, part = part & ((1 << DIGITS) - 1), part >> DIGITS
+                    else:
+                        value = part
+                    at = (*here, 0 * i + q, 0 * i + limb, pl.ds(0, w))
+                    plt.atomic_add(counts_ref, at, value.astype(jnp.float32))
+            for k, end in enumerate(ends):
+                plt.atomic_max(ends_ref, (*here, 0 * i + k), end)
 
         def work(common, brackets, thresholds):
             _store(state_out, writes, common, brackets, thresholds)
@@ -206,7 +218,7 @@ def _pass(search, ranks, kind, sampled, operands, state, tally):
         in_specs=[pl.BlockSpec()] * (first_tally + 2),
         out_specs=[pl.BlockSpec()] * 5,
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-        + [jax.ShapeDtypeStruct(a.shape, jnp.int32) for a in tally],
+        + [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in tally],
         input_output_aliases={first_tally: 3, first_tally + 1: 4},
         compiler_params=plt.CompilerParams(num_warps=layout.warps, num_stages=search.stages),
         interpret=layout.interpret,
@@ -324,20 +336,28 @@ def _tightened(search, ranks, over_sample, common, brackets, thresholds_ref, tal
     every = pl.ds(0, w)
 
     def counted(q, limb):
-        return jnp.sum(counts_ref[common[LAUNCH], pl.ds(0, copies), q, limb, every], axis=0)
+        found = counts_ref[common[LAUNCH], pl.ds(0, copies), q, limb, every]
+        return jnp.sum(found.astype(jnp.int32), axis=0)
 
     found = []
     for q, (rank, bracket) in enumerate(zip(ranks, brackets, strict=True)):
-        low, high = counted(q, 0), jnp.zeros((w,), jnp.int32)
-        if search.total >= 1 << 31:
-            high = counted(q, 1)
-        counts = high + (low >> LIMB), low & ((1 << LIMB) - 1)
+        total = counted(q, 0)
+        low, high = total & ((1 << DIGITS) - 1), total >> DIGITS
+        if search.limbs > 1:
+            high += counted(q, 1)
+        shift = LIMB - DIGITS
+        low |= (high & ((1 << shift) - 1)) << DIGITS
+        high >>= shift
+        if search.limbs > 2:
+            high += counted(q, 2) << (DIGITS - shift)
         largest, smallest = (
             jnp.max(ends_ref[common[LAUNCH], pl.ds(0, copies), 2 * q + side]) for side in (0, 1)
         )
         wanted = _sample_rank(search, rank) if over_sample else rank
         found.append(
-            bracket.tighten(wanted, thresholds_ref[q, every], counts, NONE - smallest, largest - 1)
+            bracket.tighten(
+                wanted, thresholds_ref[q, every], (high, low), NONE - smallest, largest - 1
+            )
         )
     return found
 
@@ -377,7 +397,7 @@ def _store(state_refs, writes, common, brackets, thresholds):
 
 
 def _count(distances, walk, brackets, thresholds):
-    """([(W,) counts of each rank], (2 R,) ends: largest + 1 and NONE - smallest inside each bracket)."""
+    """([(W,) counts of each rank], [2 R ends]: largest + 1 and NONE - smallest inside each bracket)."""
     layout = distances.layout
     i, split, splits, offsets = walk
     size = layout.size
@@ -427,7 +447,7 @@ def _count(distances, walk, brackets, thresholds):
     for top, bottom in zip(largest, smallest, strict=True):
         top, bottom = jnp.max(top), jnp.min(bottom)
         ends += [jnp.where(top == -FAR, 0, to_u(top) + 1), NONE - to_u(bottom)]
-    return [_vector(totals[k : k + w]) for k in range(0, len(totals), w)], _vector(ends)
+    return [_vector(totals[k : k + w]) for k in range(0, len(totals), w)], ends
 
 
 def _vector(scalars):

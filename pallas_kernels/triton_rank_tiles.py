@@ -11,6 +11,7 @@ blocks to the scale of the block that reaches farthest, which rounds nothing.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -108,7 +109,7 @@ def rows_from(start, size):
 
 
 def prepare(x, layout, *, cleared):
-    """(Operands, arrays of zeros of the shapes in `cleared`), in one launch."""
+    """(Operands, arrays of zeros like those in `cleared`), in one launch."""
     n, d, size = layout.n, layout.d, layout.size
     blocks, padded, width = layout.blocks, layout.blocks * size, layout.chunks * layout.chunk
     shapes = [
@@ -119,13 +120,11 @@ def prepare(x, layout, *, cleared):
         shapes += [jax.ShapeDtypeStruct((padded, width), jnp.float16)] * 2
         shapes += [jax.ShapeDtypeStruct((padded,), jnp.float32)]
     given = len(shapes)
-    lengths = []
-    for shape in cleared:
-        length = 1
-        for side in shape:
-            length *= side
-        lengths.append(length)
-        shapes.append(jax.ShapeDtypeStruct((length,), jnp.int32))
+    lengths = [math.prod(shape.shape) for shape in cleared]
+    shapes += [
+        jax.ShapeDtypeStruct((length,), shape.dtype)
+        for length, shape in zip(lengths, cleared, strict=True)
+    ]
 
     def program(x_ref, extents_ref, moments_ref, *refs):
         i = pl.program_id(0)
@@ -172,7 +171,7 @@ def prepare(x, layout, *, cleared):
             share = tiles.next_power_of_two(-(-length // blocks))
             at = rows_from(i * share, share)
             empty = i * share + jnp.arange(share) < length
-            plt.store(ref.at[at], jnp.zeros((share,), jnp.int32), mask=empty)
+            plt.store(ref.at[at], jnp.zeros((share,), ref.dtype), mask=empty)
 
     name = program.__name__ = "svgd_rank_prepare"
     out = pl.pallas_call(
@@ -187,7 +186,7 @@ def prepare(x, layout, *, cleared):
     )(x)
     operands = Operands(x, *out[:given]) if not layout.direct else Operands(x, *out[:2], *[None] * 3)
     return operands, [
-        jnp.reshape(a, shape) for a, shape in zip(out[given:], cleared, strict=True)
+        jnp.reshape(a, shape.shape) for a, shape in zip(out[given:], cleared, strict=True)
     ]
 
 
