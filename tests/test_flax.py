@@ -220,6 +220,20 @@ def test_a_trailing_axis_of_one_never_broadcasts():
 
 
 def test_bad_arguments_are_named():
+    for value in (1.5, "all", None):
+        message = f"data_size must be a whole number, got {value!r}"
+        with pytest.raises(TypeError, match=message):
+            jsvgd.flax.log_posterior(linear, data_size=value)
+    with pytest.raises(TypeError, match="apply must be a function .*got NoneType"):
+        jsvgd.flax.log_posterior(None, data_size=3)
+    for name, kind in [("likelihood", "Likelihood"), ("prior", "Prior")]:
+        message = rf"{name} must be a jsvgd\.flax\.{kind}, .*got 'gaussian'"
+        with pytest.raises(TypeError, match=message):
+            jsvgd.flax.log_posterior(linear, data_size=3, **{name: "gaussian"})
+        with pytest.raises(TypeError, match=message):
+            jsvgd.flax.init_positions(
+                jax.random.key(0), {"w": np.ones((2, 3))}, **{name: "gaussian"}
+            )
     with pytest.raises(ValueError, match="data_size must be at least 1, got 0"):
         jsvgd.flax.log_posterior(linear, data_size=0)
     with pytest.raises(ValueError, match=r"rate must be positive, got -1\.0"):
@@ -315,3 +329,36 @@ def test_svgd_learns_a_line(module, inputs):
 def test_import_jsvgd_does_not_import_flax():
     code = "import sys, jsvgd; sys.exit('flax' in sys.modules or 'tqdm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_position_of_another_model_is_refused():
+    x, y = np.ones((4, 3), np.float32), np.ones(4, np.float32)
+    priors = {
+        "normal": jsvgd.flax.normal_prior(),
+        "fixed": jsvgd.flax.fixed_normal_prior(),
+        "horseshoe": jsvgd.flax.horseshoe_prior(),
+        "layers": jsvgd.flax.per_layer_prior(jsvgd.flax.normal_prior(), "leaf"),
+    }
+    params = {"w": np.ones((2, 3), np.float32), "b": np.zeros(2, np.float32)}
+    densities, positions = {}, {}
+    for name, prior in priors.items():
+        densities[name] = jsvgd.flax.log_posterior(linear, data_size=4, prior=prior)
+        both = jsvgd.flax.init_positions(jax.random.key(0), params, prior=prior)
+        positions[name] = jax.tree.map(lambda a: a[0], both)
+    for name, density in densities.items():
+        for other, position in positions.items():
+            if name == other:
+                assert np.isfinite(jax.jit(density)(position, (x, y)))
+            else:
+                with pytest.raises(ValueError, match="position is of another prior"):
+                    density(position, (x, y))
+    known = jsvgd.flax.log_posterior(
+        linear, data_size=4, likelihood=jsvgd.flax.fixed_gaussian_likelihood(1.0)
+    )
+    with pytest.raises(ValueError, match="another likelihood .* must be none, got {'a number'"):
+        known(positions["normal"], (x, y))
+    with pytest.raises(TypeError, match=r"position must be a jsvgd\.flax\.Position, got dict"):
+        known(params, (x, y))
+    few = jsvgd.flax.log_posterior(linear, data_size=3)
+    with pytest.raises(ValueError, match="rows of the whole training set, got 3 and a batch of 4"):
+        few(positions["normal"], (x, y))

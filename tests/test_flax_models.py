@@ -11,6 +11,7 @@ import optax
 import pytest
 import scipy.stats
 from flax import linen, nnx
+from flax.training.train_state import TrainState
 
 import jsvgd
 import jsvgd.flax
@@ -97,6 +98,39 @@ def test_likelihoods_refuse_what_they_cannot_take():
         jsvgd.flax.heteroscedastic_likelihood().log_density((), jnp.asarray(LOGITS), OUTPUTS)
     with pytest.raises(ValueError, match=r"sd must be positive, got 0\.0"):
         jsvgd.flax.fixed_gaussian_likelihood(0.0)
+
+
+def test_classes_out_of_range_are_refused_or_nan():
+    likelihood = jsvgd.flax.categorical_likelihood()
+    logits = jnp.zeros((3, 4))
+    for classes, first in [([0, 3, 4], 4), ([-1, 0, 7], -1)]:
+        message = rf"targets must be classes from 0 to 3, .*got {first}\b"
+        with pytest.raises(ValueError, match=message):
+            likelihood.log_density((), logits, np.array(classes))
+        with pytest.raises(ValueError, match=message):
+            jax.jit(lambda c=classes: likelihood.log_density((), logits, np.array(c)))()
+        traced = jax.jit(lambda c: likelihood.log_density((), logits, c))(np.array(classes))
+        unknown = (np.array(classes) < 0) | (np.array(classes) > 3)
+        np.testing.assert_array_equal(np.isnan(traced), unknown)
+        with pytest.raises(ValueError, match=message):
+            jsvgd.flax.log_predictive_density(
+                lambda params, x: params * x,
+                Position(jnp.ones(2), (), ()),
+                logits,
+                np.array(classes),
+                likelihood=likelihood,
+            )
+
+
+def test_numbers_of_priors_and_likelihoods_are_numbers():
+    for make, name in [
+        (jsvgd.flax.fixed_normal_prior, "sd"),
+        (jsvgd.flax.laplace_prior, "scale"),
+        (jsvgd.flax.normal_prior, "shape"),
+        (jsvgd.flax.fixed_gaussian_likelihood, "sd"),
+    ]:
+        with pytest.raises(TypeError, match=f"{name} must be a real number, got 'a'"):
+            make("a")
 
 
 PARAMS = {
@@ -261,6 +295,19 @@ def test_lists_that_are_no_ensemble_are_refused():
         jsvgd.flax.particles_from_models(other)
     with pytest.raises(ValueError, match=r"keeps state.*BatchStat"):
         jsvgd.flax.particles_from_models([nnx.BatchNorm(3, rngs=nnx.Rngs(0))])
+    tx, apply = optax.sgd(0.1), lambda variables, x: x
+    params = {"w": jnp.ones(3)}
+
+    class WithState(TrainState):
+        batch_stats: typing.Any = None
+
+    for beside, fits in [({}, True), ({"mean": jnp.zeros(3)}, False), ({"w": jnp.zeros(3)}, True)]:
+        models = [WithState.create(apply_fn=apply, params=params, tx=tx, batch_stats=beside)] * 2
+        if fits:  # no variables, or an average of the parameters
+            assert jsvgd.flax.particles_from_models(models)["w"].shape == (2, 3)
+        else:
+            with pytest.raises(ValueError, match=r"WithState keeps state.*batch_stats \(a field"):
+                jsvgd.flax.particles_from_models(models)
     with pytest.raises(ValueError, match="collection 'batch_stats'"):
         jsvgd.flax.particles_from_models([{"params": {"w": 1.0}, "batch_stats": {"m": 0.0}}])
 

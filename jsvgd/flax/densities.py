@@ -7,6 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jsvgd.arguments import check_real
+
 __all__ = ["at_least_float32", "check_positive", "log_gamma_density", "log_gamma_sample"]
 
 
@@ -27,7 +29,8 @@ def at_least_float32(array: jax.Array) -> jax.Array:
 
 
 def check_positive(**values: float) -> None:
-    """Raises a ValueError that names the argument which is not positive."""
+    """Raises an error that names the argument which is no positive number."""
     for name, value in values.items():
+        check_real(name, value, jnp.result_type(float))
         if not value > 0:
             raise ValueError(f"{name} must be positive, got {value}")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jsvgd.flax.densities import (
     at_least_float32,
@@ -142,18 +143,26 @@ def bernoulli_likelihood() -> Likelihood:
 
 
 def categorical_likelihood() -> Likelihood:
-    """y in {0, ..., K - 1}, whole numbers, with probabilities softmax(f(x)): outputs (B, K)."""
+    """y in {0, ..., K - 1}, whole numbers, with probabilities softmax(f(x)): outputs (B, K).
+
+    A class out of range is an error where its value is known, and has the density NaN in compiled code.
+    """
 
     def log_density(own, outputs, targets):
-        targets = jnp.asarray(targets)
+        given, targets = targets, jnp.asarray(targets)
         if targets.shape != outputs.shape[:-1] or not jnp.issubdtype(targets.dtype, jnp.integer):
             raise ValueError(
                 f"targets must be whole numbers of shape {outputs.shape[:-1]}, the classes, "
                 f"got {targets.dtype} of shape {targets.shape}"
             )
+        num_classes = outputs.shape[-1]
+        if not isinstance(given, jax.core.Tracer):
+            _check_classes(np.asarray(given), num_classes)
         log_probabilities = jax.nn.log_softmax(at_least_float32(outputs))
-        picked = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)
-        return _summed(picked[..., 0])
+        picked = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
+        # Indexing would count negative ones from the end.
+        known = (targets >= 0) & (targets < num_classes)
+        return _summed(jnp.where(known, picked, jnp.nan))
 
     def probabilities(outputs):
         return jax.nn.softmax(at_least_float32(outputs))
@@ -164,6 +173,15 @@ def categorical_likelihood() -> Likelihood:
         variance=lambda outputs: probabilities(outputs) * (1 - probabilities(outputs)),
         kind="class",
     )
+
+
+def _check_classes(targets: np.ndarray, num_classes: int) -> None:
+    unknown = targets[(targets < 0) | (targets >= num_classes)]
+    if unknown.size:
+        raise ValueError(
+            f"targets must be classes from 0 to {num_classes - 1}, as many as outputs has columns, "
+            f"got {unknown[0]}"
+        )
 
 
 def poisson_likelihood() -> Likelihood:

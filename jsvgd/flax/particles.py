@@ -128,10 +128,25 @@ def _params_of(model: Any) -> Params:
         _refuse_state(type(model).__name__, _variables(rest))
         return params
     params = getattr(model, "params", model)
+    if params is not model:
+        _refuse_state(type(model).__name__, _collections_beside(model, params))
     if isinstance(params, Mapping) and "params" in params:
         _refuse_state("of Linen", {f"collection {key!r}" for key in params if key != "params"})
         params = params["params"]
     return params
+
+
+def _collections_beside(state: Any, params: Params) -> set[str]:
+    """Fields of a train state that hold variables (batch_stats), but for averages of the parameters."""
+    structure = jax.tree.structure(params)
+    return {
+        f"{name} (a field of {type(state).__name__})"
+        for name, value in getattr(state, "__dict__", {}).items()
+        if name not in ("params", "opt_state")
+        and isinstance(value, Mapping)
+        and jax.tree.leaves(value)
+        and jax.tree.structure(value) != structure
+    }
 
 
 def _variables(state: nnx.State) -> set[str]:
