@@ -56,7 +56,7 @@ class Prepared:
             return time.perf_counter() - start
 
         run(2)
-        once = run(3) / 3
+        once = min(run(1) for _ in range(5))
         if once <= LONG:
             self.loop = self.loop or compiled_loop(self.step, self.arguments)
             return seconds_of_loop(self.loop, self.arguments, seconds, repeats)

@@ -4,6 +4,7 @@ Three families of kernels can make them: Hopper's and the portable ones, which t
 the portable ones for few particles in many dimensions, which make the N x N weights between two passes
 over d. All work by products, which need particles near their centre (``coordinates``), so each result goes
 through a kernel of differences that overwrites it where particles are far and returns at once where not.
+A particle lost to NaN counts as far: differences carry it into every result, products might not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jsvgd import streamed
-from jsvgd.coordinates import FAR, FAR_BACKWARD, Raw, half_reach, standardise
+from jsvgd.coordinates import FAR, FAR_BACKWARD, Raw, is_beyond, standardise
 from jsvgd.dispatch import in_gram_regime, is_small, kernel_name
 
 __all__ = ["backward", "forward"]
@@ -56,7 +57,7 @@ def _by_rows(implementation, raw, step_size, kernel, precision):
         )
     else:
         near = standardise(raw)
-        far = half_reach(near) > FAR
+        far = is_beyond(FAR, near)
         phi = _kernels(f"{_family(implementation)}_forward").forward(
             near.particles if near.queries is None else near.queries,
             *near[1:],
@@ -79,7 +80,7 @@ def _by_weights(implementation, raw, step_size, kernel, precision):
     # Any particle serves as the centre: phi does not depend on it, and none costs a pass over x.
     gram = few.gram(x, x[0], raw.scale, precision=precision, **interpreted)
     norms = jnp.diagonal(gram)
-    far = 0.5 * jnp.nanmax(norms) > FAR
+    far = ~(0.5 * jnp.max(norms) <= FAR)
     u = jnp.maximum(0.5 * (norms[:, None] + norms[None, :]) - gram, 0.0)
     u = apart.half_squared_distances(u, far, x, raw.scale, **interpreted)
     weights, slopes = kernel.profile(u), kernel.slope(u)
@@ -115,7 +116,7 @@ def backward(
     )
     dz, ds, d_drift, d_log_scale = _kernels("triton_apart").backward(
         (dz, ds, z * exchange, z * dz),
-        half_reach(near) > FAR_BACKWARD,
+        is_beyond(FAR_BACKWARD, near),
         *raw[1:],
         cotangent,
         kernel=name,

@@ -22,6 +22,7 @@ __all__ = [
     "any_beyond",
     "compute_dtype",
     "half_reach",
+    "is_beyond",
     "raw",
     "standardise",
 ]
@@ -85,9 +86,18 @@ def standardise(raw: Raw) -> Standardised:
 
 def half_reach(a: Standardised) -> jax.Array:
     """max |z|^2 / 2 over particles and queries; those lost to NaN have no say."""
-    sets = [z for z in (a.queries, a.particles) if z is not None]
-    norms = [0.5 * jnp.nanmax(jnp.sum(z * z, axis=1)) for z in sets]
-    return lax.stop_gradient(functools.reduce(jnp.fmax, norms))
+    return functools.reduce(jnp.fmax, [jnp.nanmax(norms) for norms in _half_norms(a)])
+
+
+def is_beyond(limit: float, a: Standardised) -> jax.Array:
+    """Whether some |z|^2 / 2 is not within the limit, as when it is NaN."""
+    within = [jnp.max(norms) <= limit for norms in _half_norms(a)]
+    return ~functools.reduce(jnp.logical_and, within)
+
+
+def _half_norms(a: Standardised) -> list[jax.Array]:
+    sets = [lax.stop_gradient(z) for z in (a.queries, a.particles) if z is not None]
+    return [0.5 * jnp.sum(z * z, axis=1) for z in sets]
 
 
 def any_beyond(limit: float, half_reach) -> jax.Array:

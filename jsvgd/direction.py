@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -248,20 +249,14 @@ def _check_config(particles, scores, queries, *, kernel, precision, implementati
     dtype = compute_dtype(particles, scores)
     n, d = particles.shape
     m = None if queries is None else queries.shape[0]
+    options = {"dtype": dtype, "kernel": kernel, "precision": precision}
     if implementation is None:
-        implementation = dispatch.choose(
-            n,
-            m,
-            d,
-            dtype=dtype,
-            kernel=kernel,
-            precision=precision,
-            platform=jax.default_backend(),
-        ).implementation
-    else:
-        takes, why_not = dispatch.supports(
-            implementation, n, d, m=m, dtype=dtype, kernel=kernel, precision=precision
+        choose = functools.partial(
+            dispatch.choose, n, m, d, platform=jax.default_backend(), **options
         )
-        if not takes:
-            raise ValueError(f"implementation={implementation!r} does not take this: {why_not}")
-    return Config(kernel, precision, implementation)
+        choices = choose().implementation, choose(backward=True).implementation
+        return Config(kernel, precision, *choices)
+    takes, why_not = dispatch.supports(implementation, n, d, m=m, **options)
+    if not takes:
+        raise ValueError(f"implementation={implementation!r} does not take this: {why_not}")
+    return Config(kernel, precision, implementation, implementation)

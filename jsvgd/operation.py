@@ -29,6 +29,7 @@ class Config(NamedTuple):
     kernel: RadialKernel
     precision: str
     implementation: str
+    gradient_by: str  # the implementation that makes the gradient, where it takes the shapes
     far: float = coordinates.FAR  # max|z|^2 / 2 beyond which XLA's direction takes differences
 
 
@@ -114,7 +115,7 @@ def _direction_bwd(config, inputs, cotangent):
     g = cotangent if step_size is None else step_size * cotangent
     isotropic = bandwidth.ndim == 0
     takes, _ = dispatch.supports(
-        config.implementation,
+        config.gradient_by,
         *particles.shape,
         dtype=raw.particles.dtype,
         kernel=config.kernel,
@@ -155,7 +156,7 @@ def _streamed_backward(config: Config, isotropic, raw: Raw, cotangent) -> stream
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _compiled_backward(config: Config, isotropic, raw: Raw, cotangent) -> streamed.Gradient:
     return compiled.backward(
-        config.implementation,
+        config.gradient_by,
         raw,
         cotangent,
         kernel=config.kernel,

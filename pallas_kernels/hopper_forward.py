@@ -192,7 +192,7 @@ def launch(q, k, aq, ak, v, *, layout: Layout, tiles: ForwardTiles, batch: int, 
                 plgpu.barrier_arrive(done["a"])
                 e = e - lax.broadcast_in_dim(carry["ai"], (bq, bk), [0])
                 e = e - lax.broadcast_in_dim(aj, (bq, bk), [1])
-            # Not clamped at 0: minimum takes NaN for a number here, and above 0 rounding is as small.
+            # Not clamped at 0: rounding is as small above it as below.
             p = jnp.exp2(e)
             halves = operands.halves(p, tiles.cut_bits) if low else (p.astype(jnp.bfloat16),)
             return halves, (p.sum(axis=1) if norms else None)

@@ -55,10 +55,10 @@ def gram_tiles(n, d):
     return GramTiles(rows, columns, 4 if rows <= 64 else 8, 3, shares=shares)
 
 
-def combine_tiles(n):
+def combine_tiles(n, kernel):
     """A tile of phi. All rows at once where they fit, so that x and s are read once."""
-    if n >= SPLIT_OUTSIDE_FROM:
-        return GramTiles(128, 128, 8, 3, 64)
+    if n >= SPLIT_OUTSIDE_FROM:  # imq has two matrices in shared memory
+        return GramTiles(128, 128, 8, 3, 64 if kernel == "rbf" else 32)
     rows = min(128, max(16, tiles.next_power_of_two(n)))
     columns = {128: 128, 64: 64}.get(rows, 256)
     return GramTiles(rows, columns, 4 if rows <= 64 else 8, 2, min(rows, 32))
@@ -159,7 +159,7 @@ def combine(
       (N, d) float32.
     """
     n, d = x.shape
-    choice = choice or combine_tiles(n)
+    choice = choice or combine_tiles(n, kernel)
     size = tiles.round_up(n, max(choice.rows, choice.depth))
     step = jnp.reshape(jnp.asarray(0.0 if step is None else step, jnp.float32), (1,))
     # phi = sum of these products + rowsum(W) c z_i

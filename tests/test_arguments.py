@@ -1,5 +1,6 @@
 """Bad input of the operation: an error that names the argument, what came and what was expected."""
 
+import functools
 import subprocess
 import sys
 
@@ -89,3 +90,24 @@ def test_import_is_light():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_particles": 0}, "num_particles must be an integer of at least 1, got 0"),
+        ({"dimension": 2.5}, "dimension must be an integer of at least 1, got 2.5"),
+        ({"num_queries": -1}, "num_queries must be an integer of at least 1, got -1"),
+        ({"platform": "abacus"}, 'platform must be None, "cpu", "gpu" or "tpu", got \'abacus\''),
+    ],
+)
+def test_which_implementation_names_the_argument(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        jsvgd.which_implementation(**({"num_particles": 10, "dimension": 3} | arguments))
+
+
+def test_which_implementation_of_kernels_that_are_not_radial(monkeypatch):
+    monkeypatch.setattr(jsvgd.dispatch, "_compute_capability", lambda: 8.0)
+    asked = functools.partial(jsvgd.which_implementation, 100, 50, platform="gpu")
+    assert asked(kernel="linear").implementation == "xla"
+    assert asked(kernel=jsvgd.RBF + 0.1 * jsvgd.LinearKernel()).implementation == "triton"

@@ -346,7 +346,8 @@ def test_bandwidth_gradient_of_two_clusters(implementation, per_dimension, with_
     with jax.enable_x64(True):
         dense = functools.partial(value, jsvgd.reference.direction)
         expected = jax.grad(dense, 2)(*map(wide, (x, s, h)))
-    assert relative_error(got, expected) <= 1e-4
+    allowed = 1e-4 if implementation in PRODUCTS_IN_FLOAT32 else 5e-4  # the sums cancel
+    assert relative_error(got, expected) <= allowed
 
 
 @every_kernel
@@ -460,10 +461,12 @@ def test_the_inputs_stay_as_they_are(implementation):
     np.testing.assert_array_equal(s, kept[1])
 
 
-def test_nan_particles_show_in_the_result():
-    x, s = draw(17, 3)
+@every_implementation
+@pytest.mark.parametrize("d", [3, 17])
+def test_nan_particles_show_in_the_result(implementation, d):
+    x, s = draw(67, d)
     x[4, 1] = np.nan
-    assert np.isnan(jsvgd.svgd_direction(x, s, 1.0)).any()
+    assert np.isnan(jsvgd.svgd_direction(x, s, 1.0, implementation=implementation)).all()
 
 
 def test_own_radial_kernel():
