@@ -1,7 +1,6 @@
 """Time, error and memory of the direction and its gradient beside what else a user could pick.
 
     python -m experiments.benchmark_direction [--quick] [--peers] [--output DIR]
-    python -m experiments.benchmark_direction --table experiments/results/benchmark_direction.json
 
 Inputs N(0, I), scores -x + 0.1 noise, bandwidth about the median rule's. Every time is the median of three
 loops (compiled ones for short calls) in this one run; ratios compare within the run. "error" is
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jsvgd
+from experiments.benchmark_report import describe, picture
 from experiments.timing import LONG, prepare, seconds_a_step
 from jsvgd import dispatch, reference
 
@@ -301,45 +301,12 @@ def torch_seconds(torch, x, device, count=20):
     return (time.perf_counter() - start) / count
 
 
-def picture(rows, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
-    for axis, key in zip(axes, ("n", "d"), strict=True):
-        for name, marker in (("jsvgd", "o"), ("XLA float32", "s"), ("XLA TF32", "^")):
-            points = [
-                r for r in rows if r["name"] == name and r.get("floor") and r["work"] != "step"
-            ]
-            axis.loglog(
-                [r[key] for r in points],
-                [r["milliseconds"] / r["floor"] for r in points],
-                marker,
-                label=name,
-                alpha=0.75,
-            )
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_xlabel("particles N" if key == "n" else "dimensions d")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("time over the floor (1 = roofline)")
-    axes[0].legend()
-    figure.suptitle("Time over the larger of arithmetic and memory time")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny shapes: does the script run?")
     parser.add_argument("--peers", action="store_true", help="also PyTorch and BlackJAX")
-    parser.add_argument("--table", type=Path, help="print the README's table of kept results")
     parser.add_argument("--output", type=Path, default=Path("output/benchmark_direction"))
     options = parser.parse_args()
-    if options.table is not None:
-        print(table(json.loads(options.table.read_text())["rows"]))
-        return
     options.output.mkdir(parents=True, exist_ok=True)
     device = jax.devices()[0]
     rows = []
@@ -360,7 +327,7 @@ def main():
             choice = jsvgd.which_implementation(n, d).implementation if name == "jsvgd" else None
             row = {"work": work, "chains": chains, "n": n, "d": d, "name": name, "floor": floor}
             rows.append({**row, "implementation": choice, **figures})
-            write(options.output / "benchmark_direction.json", header)
+            (options.output / "benchmark_direction.json").write_text(json.dumps(header, indent=1))
             if name != "failed":
                 print(describe(rows[-1], rows), flush=True)
 
@@ -375,69 +342,9 @@ def main():
         prepared.clear()
     if options.peers:
         peers(report_for)
-    write(options.output / "benchmark_direction.json", header)
+    (options.output / "benchmark_direction.json").write_text(json.dumps(header, indent=1))
     picture(rows, options.output / "benchmark_direction.png")
     print(f"{header['device']}, JAX {header['jax']}: written to {options.output}")
-
-
-def table(rows) -> str:
-    """Kept results as Markdown: jsvgd beside XLA, a line a shape."""
-    lines = [
-        "| work | N, d | implementation | ms | XLA float32 | XLA TF32 "
-        "| error (XLA float32, TF32) | memory (XLA) |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for ours in (row for row in rows if row["name"] == "jsvgd"):
-        others = {
-            row["name"]: row
-            for row in rows
-            if all(row[key] == ours[key] for key in ("work", "chains", "n", "d"))
-        }
-        ieee, tf32 = (others.get(f"XLA {kind}", {}) for kind in ("float32", "TF32"))
-
-        def slower(other, ours=ours):
-            return f"{other['milliseconds'] / ours['milliseconds']:.2f}x" if other else "-"
-
-        def shown(row, key, form):
-            return form(row[key]) if row.get(key) is not None else "-"
-
-        errors = [shown(row, "error", "{:.1e}".format) for row in (ours, ieee, tf32)]
-        sizes = [shown(row, "bytes", lambda b: f"{b / 1e6:.0f} MB") for row in (ours, ieee)]
-        chains = f"{ours['chains']} chains of " if ours["chains"] > 1 else ""
-        lines.append(
-            f"| {ours['work']} | {chains}{ours['n']}, {ours['d']} | {ours['implementation']} "
-            f"| {ours['milliseconds']:.3g} | {slower(ieee)} | {slower(tf32)} "
-            f"| {errors[0]} ({errors[1]}, {errors[2]}) | {sizes[0]} ({sizes[1]}) |"
-        )
-    return "\n".join(lines)
-
-
-def write(path, header):
-    path.write_text(json.dumps(header, indent=1))
-
-
-def describe(row, rows):
-    chains = f"{row['chains']}x" if row["chains"] > 1 else ""
-    ours = next(
-        (
-            r
-            for r in rows
-            if r["name"] == "jsvgd" and all(r[k] == row[k] for k in ("work", "chains", "n", "d"))
-        ),
-        row,
-    )
-    shape = f"{chains}{row['n']} x {row['d']}"
-    text = f"{row['work']:9s} {shape:14s} {row['name']:15s} {row['milliseconds']:10.4f} ms"
-    text += f"  {row['milliseconds'] / ours['milliseconds']:6.2f}x"
-    if row.get("error") is not None:
-        text += f"  error {row['error']:.1e}"
-    if row.get("termwise") is not None:
-        text += f"  termwise {row['termwise']:.1e}"
-    if row.get("bytes"):
-        text += f"  {row['bytes'] / 1e6:9.1f} MB"
-    if row.get("implementation"):
-        text += f"  {row['implementation']}"
-    return text
 
 
 if __name__ == "__main__":

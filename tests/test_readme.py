@@ -4,7 +4,7 @@ import json
 import pathlib
 import re
 
-from experiments.benchmark_direction import table
+from experiments.benchmark_report import table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
