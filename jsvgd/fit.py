@@ -14,6 +14,7 @@ import numpy as np
 
 from jsvgd import dispatch, fit_checks, fit_loop
 from jsvgd import fit_schedules as schedules
+from jsvgd.arguments import at_least, check_real
 from jsvgd.bandwidth import BandwidthRule, check_bandwidth_choice
 from jsvgd.composite import as_kernel
 from jsvgd.fit_loop import FitState, Numbers, Recipe, Record
@@ -277,8 +278,9 @@ def _check_numbers(num_steps, linear_weight, max_move, refresh_every, score_batc
         ("refresh_every", refresh_every, 1),
         ("score_batch_size", 1 if score_batch_size is None else score_batch_size, 1),
     ):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+        at_least(name, value, least)
+    for name, value in (("linear_weight", linear_weight), ("max_move", max_move)):
+        check_real(name, value, jnp.result_type(float))
     if not linear_weight >= 0:
         raise ValueError(f"linear_weight must be at least 0, got {linear_weight}")
     if not max_move > 0:

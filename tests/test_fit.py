@@ -364,6 +364,10 @@ def test_no_particle_by_particle_array_at_large_n():
     ("options", "error", "message"),
     [
         ({"num_steps": 0}, ValueError, "num_steps must be at least 1, got 0"),
+        ({"num_steps": 1.5}, TypeError, r"num_steps must be a whole number, got 1\.5"),
+        ({"score_batch_size": "a"}, TypeError, "score_batch_size must be a whole number, got 'a'"),
+        ({"max_move": "a"}, TypeError, "max_move must be a real number, got 'a'"),
+        ({"temperature": None}, TypeError, "temperature must be a real number, got None"),
         ({"linear_weight": -1.0}, ValueError, "linear_weight"),
         ({"max_move": 0.0}, ValueError, "max_move"),
         ({"step_size": 0.0}, ValueError, "step_size must be positive"),

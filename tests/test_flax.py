@@ -136,6 +136,8 @@ def test_what_cannot_be_particles_is_refused(module, error, message):
 
 
 def test_sizes_and_missing_inputs_are_refused():
+    with pytest.raises(TypeError, match=r"n must be a whole number, got 1\.5"):
+        jsvgd.flax.init_particles(jax.random.key(0), NNX, 1.5)
     with pytest.raises(ValueError, match="n must be at least 1, got 0"):
         jsvgd.flax.init_particles(jax.random.key(0), NNX, 0)
     with pytest.raises(ValueError, match="example_inputs must be given"):

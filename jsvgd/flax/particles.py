@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax
 import jax
 from flax import linen, nnx
+
+from jsvgd.arguments import at_least
 
 __all__ = ["Network", "functional", "init_particles", "particles_from_models"]
 
@@ -87,9 +88,7 @@ def init_particles(rng_key: jax.Array, module: Any, n: int, *example_inputs: Any
       >>> jsvgd.flax.init_particles(jax.random.key(0), constructor, 20)["kernel"].shape
       (20, 3, 1)
     """
-    n = operator.index(n)
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
+    n = at_least("n", n, 1)
     network = module if isinstance(module, Network) else functional(module, *example_inputs)
     return jax.vmap(network.init)(jax.random.split(rng_key, n))
 
