@@ -85,12 +85,26 @@ def test_jsvgd_and_steinvi_end_at_the_same_place(capsys):
 
     arguments = ["--splits", "2", "--particles", "4", "--steps", "40", "--learning-rate", "1e-2"]
     benchmark_steinvi.main(
-        [*arguments, "--timed-steps", "40", "--repeats", "1", "--numpyro", "SVGD"]
+        [*arguments, "--timed-steps", "40", "--repeats", "1", "--numpyro", "SVGD", "plate"]
     )
     shown = capsys.readouterr().out
     found = [line for line in shown.splitlines() if line.startswith("test RMSE")]
-    assert len(found) == 2
+    assert len(found) == 3
     means = [float(line.split("±")[0].split()[-1]) for line in found]
     assert means[0] < 11
-    np.testing.assert_allclose(means, means[0], atol=0.05)
-    assert "ms a step" in shown
+    np.testing.assert_allclose(means[:2], means[0], atol=0.05)  # the same minibatches
+    np.testing.assert_allclose(means[2], means[0], rtol=0.2)  # minibatches of its own
+    assert shown.count("ms a step") == 3
+    assert [
+        line.split(":")[0].split(", against ")[1]
+        for line in shown.splitlines()
+        if line.startswith("a third")
+    ] == ["NumPyro SVGD", "NumPyro plate"]
+
+
+def test_the_verdict_needs_both_time_and_metrics():
+    from experiments.benchmark_steinvi import _verdict
+
+    assert "against X: met (jsvgd takes 0.300 of its time; metrics agree" in _verdict("X", 0.3, 1.9)
+    assert "not met (jsvgd takes 0.340" in _verdict("X", 0.34, 0.1)
+    assert "not met (jsvgd takes 0.100 of its time; metrics DIFFER" in _verdict("X", 0.1, 2.1)
