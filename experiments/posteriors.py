@@ -281,6 +281,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for target in targets:
         for run in _runs(target, arguments):
             runs.append(run)
+            # After every run: large sizes take long, and a run that is stopped keeps what it has.
+            record = {"versions": _versions(), "runs": [dataclasses.asdict(run) for run in runs]}
+            (folder / f"{arguments.name}.json").write_text(json.dumps(record, indent=1) + "\n")
             print(
                 f"{run.target} | {run.method} | {run.start} | n={run.n} seed {run.seed}: mean error "
                 f"{run.mean_error:.3f}, sd {run.smallest_sd:.3f} .. {run.largest_sd:.3f}, W1 {run.w1:.3f} "
@@ -288,8 +291,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 flush=True,
             )
     print("\n" + _table(runs))
-    record = {"versions": _versions(), "runs": [dataclasses.asdict(run) for run in runs]}
-    (folder / f"{arguments.name}.json").write_text(json.dumps(record, indent=1) + "\n")
     _picture(runs, folder / f"{arguments.name}.png", arguments.sizes[0][0])
 
 

@@ -462,6 +462,28 @@ def test_the_inputs_stay_as_they_are(implementation):
 
 
 @every_implementation
+@pytest.mark.parametrize(("n", "d"), [(131, 3), (131, 17), (67, 300)])
+def test_same_bits_in_ten_runs_over_poisoned_memory(implementation, n, d):
+    """Nothing is added in an order that changes, and every element is written."""
+    supported(implementation, n, d)
+    x, s = draw(n, d)
+    h = bandwidth_for(x)
+    weights = draw(n, d, seed=1)[1]
+    options = {"implementation": implementation}
+    work = jax.jit(jax.value_and_grad(objective(weights, **options), (0, 1, 2)))
+    direction = jax.jit(functools.partial(jsvgd.svgd_direction, **options))
+    first = jax.tree.map(np.asarray, (direction(x, s, h), work(x, s, h)))
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(first))
+    for _ in range(10):
+        # What is freed here is what the next call gets for its results.
+        poison = [jnp.full((rows, d), jnp.nan) for rows in (n, n, 2 * n, 8 * n)]
+        jax.block_until_ready(poison)
+        del poison
+        again = direction(x, s, h), work(x, s, h)
+        jax.tree.map(np.testing.assert_array_equal, again, first)
+
+
+@every_implementation
 @pytest.mark.parametrize("d", [3, 17])
 def test_nan_particles_show_in_the_result(implementation, d):
     x, s = draw(67, d)
