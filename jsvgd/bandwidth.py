@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jsvgd import compiled_statistic
 from jsvgd.arguments import check_matrix
 from jsvgd.bandwidth_rule import RULES, BandwidthRule, get_rule
 from jsvgd.order_statistic import order_statistics
@@ -28,7 +29,7 @@ __all__ = [
     "resolve_bandwidth",
 ]
 
-IMPLEMENTATIONS = (None, "xla", "dense")
+IMPLEMENTATIONS = (None, "triton", "xla", "dense", "interpret")
 
 
 def median_bandwidth(
@@ -50,8 +51,10 @@ def median_bandwidth(
         "median_distance" (no logarithm, for tests of goodness of fit), or a ``BandwidthRule``.
       stop_gradient: True makes h a constant for differentiation. Otherwise its gradient is that
         of the selected pair's distance, the mean over pairs that tie; zero below the floor.
-      implementation: None (best for the platform) | "xla" | "dense" (sorts all N^2 distances:
-        small inputs and tests only).
+      implementation: None (best for the platform, shapes and dtype) | "triton" (Pallas kernels for
+        NVIDIA GPUs: float32, d <= 512) | "xla" (any platform) | "dense" (sorts all N^2 distances:
+        small inputs and tests only) | "interpret" (the Pallas kernels under the Pallas
+        interpreter: any machine, for tests). The last digits of h depend on it.
 
     Returns:
       h, a scalar, or (d,) for rules with one bandwidth a dimension ("pyro"). float32, or float64
@@ -59,7 +62,8 @@ def median_bandwidth(
       floor meets particles that coincide, as in the library that it comes from.
 
     Raises:
-      ValueError: for another shape, an unknown rule or implementation.
+      ValueError: for another shape, an unknown rule or implementation, or one that does not take
+        these particles.
       TypeError: for particles that are not floating-point.
 
     Example:
@@ -77,11 +81,30 @@ def median_bandwidth(
         particles = jax.lax.stop_gradient(particles)
     if rule.per_dimension:
         columns = particles.T[:, :, None]
-        return jax.lax.map(lambda x: _bandwidth(x, rule, implementation), columns)
+        implementation = _implementation(particles.shape[0], 1, particles.dtype, implementation)
+        each = jax.vmap if implementation == "triton" else _one_by_one
+        return each(lambda x: _bandwidth(x, rule, implementation))(columns)
+    implementation = _implementation(*particles.shape, particles.dtype, implementation)
     return _bandwidth(particles, rule, implementation)
 
 
-def _bandwidth(x: jax.Array, rule: BandwidthRule, implementation: str | None) -> jax.Array:
+def _one_by_one(function):
+    return lambda x: jax.lax.map(function, x)
+
+
+def _implementation(n, d, dtype, implementation: str | None) -> str:
+    """The implementation that was asked for, checked, or the best."""
+    if implementation is None:
+        platform = jax.default_backend()
+        return compiled_statistic.choose(n, d, dtype=dtype, platform=platform).implementation
+    if implementation in ("triton", "interpret") and n > 1:
+        takes, why_not = compiled_statistic.supports(n, d, dtype)
+        if not takes:
+            raise ValueError(f"implementation={implementation!r} does not take this: {why_not}")
+    return implementation
+
+
+def _bandwidth(x: jax.Array, rule: BandwidthRule, implementation: str) -> jax.Array:
     n = x.shape[0]
     if n == 1 and (rule.single_particle is not None or not rule.diagonal):
         b = 1.0 if rule.single_particle is None else rule.single_particle
@@ -139,6 +162,9 @@ def _exact_elements(x, rule, implementation) -> tuple[jax.Array, float]:
         return jnp.stack([zero] * len(ranks)), fraction
     if implementation == "dense":
         found = _dense_order_statistics(x, positive)
+    elif implementation in ("triton", "interpret"):
+        interpret = implementation == "interpret"
+        found = compiled_statistic.order_statistics(x, positive, interpret=interpret)
     else:
         found = order_statistics(x, positive)
     zero = found[0] * 0  # NaN where the particles are

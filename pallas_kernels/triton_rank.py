@@ -14,10 +14,12 @@ to be small beside the particles' reach, the search begins again by differences.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -53,17 +55,19 @@ MAX_PARTICLES = 1 << 20
 FIELDS = 8  # of a bracket, and of what all brackets share: powers of two
 LAUNCH, DIRECT, FIELD, FINITE, COARSE_U = range(5)
 DIGITS = 12  # bits of a count in each of its counters
-COPIES = 8  # counters that programs add to, so that they seldom meet
+COPIES = 4  # counters that programs add to, so that they seldom meet
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Static choices. thresholds: W, of each rank and pass; sample: offsets of the sampled tiles; splits over offsets."""
+    """Static choices. thresholds: W, of each rank and pass; sample: offsets of the sampled tiles, or 0; splits: programs
+    that share the offsets of a block."""
 
     layout: Layout
     thresholds: int
     sample: int
     splits: int
+    ends: bool = True  # whether passes also find the smallest and the largest distance inside the bracket
     stages: int = 2
 
     @property
@@ -74,6 +78,10 @@ class Search:
     def limbs(self):
         """Float32 counters a count is cut into: no sum in one of them passes 2^24."""
         return 1 if self.total < 1 << 24 else 2 if self.total < 1 << (24 + DIGITS) else 3
+
+    @property
+    def two_limbs(self):
+        return self.total >= 1 << 31
 
     @property
     def total(self):
@@ -105,16 +113,20 @@ def supports(n, d, dtype):
 
 
 def plan(n, d, interpret=False):
-    """The static choices for n particles in d dimensions."""
-    if n <= 2048:  # a launch costs more than its compares; one warp adds up without waiting for others
-        size, warps, thresholds, sample, programs = 32, 1, 32, 0, 4
+    """The static choices for n particles in d dimensions.
+
+    Few particles: a launch costs more than its compares, and one warp adds up without waiting for others. Many: as
+    many programs as run at once, since each makes the thresholds anew.
+    """
+    if n <= 2048:
+        size, warps, thresholds, sample, programs, ends = 32, 1, 32, 0, 5, True
     elif n <= 8192:
-        size, warps, thresholds, sample, programs = 64, 4, 16, 4, 3
+        size, warps, thresholds, sample, programs, ends = 64, 4, 16, 4, 2, True
     else:
-        size, warps, thresholds, sample, programs = 128, 8, 16, 2, 2
+        size, warps, thresholds, sample, programs, ends = 128, 8, 16, 2, 1, False
     layout = Layout(n, d, size, warps, interpret)
-    splits = -(-programs * tiles.MULTIPROCESSORS // layout.blocks)
-    return Search(layout, thresholds, sample, min(layout.offsets, max(1, splits)))
+    splits = programs * tiles.MULTIPROCESSORS // layout.blocks
+    return Search(layout, thresholds, sample, min(layout.offsets, max(1, splits)), ends)
 
 
 def order_statistics(x, ranks, *, interpret=False, search=None):
@@ -128,32 +140,37 @@ def order_statistics(x, ranks, *, interpret=False, search=None):
       `Found`.
     """
     search = search or plan(*x.shape, interpret)
-    r, w = len(ranks), search.thresholds
     kinds = [("start", False)] + [("next", False)] * (search.passes - 1)
     if search.sample:
         kinds = [("start", True), ("next", True), ("turn", False)] + kinds[1:]
-    copies = COPIES if search.layout.blocks >= 8 else 1
-    cleared = [
-        jax.ShapeDtypeStruct((len(kinds), copies, r, search.limbs, w), jnp.float32),
-        jax.ShapeDtypeStruct((len(kinds), copies, 2 * r), jnp.int32),
-    ]
-    operands, tally = rank_tiles.prepare(x, search.layout, cleared=cleared)
-    state = []
+    operands, tally = rank_tiles.prepare(x, search.layout, cleared=_tally(search, len(ranks)))
+    state, counted = [], []
     for kind, sampled in kinds:
-        *state, counts, ends = _pass(search, ranks, kind, sampled, operands, state, tally)
-        tally = [counts, ends]
-    values, keys = _finish(search, ranks, state, tally)
+        out = _pass(search, ranks, kind, sampled, operands, state + counted, tally)
+        state, counted, tally = out[:3], out[3:5], out[5:]
+    values, keys = _finish(search, ranks, state + counted)
     return Found(values, keys, state[0], operands)
+
+
+def _tally(search, r):
+    """Counts of each copy, rank, part and threshold, and ends of each copy and rank, of one pass."""
+    copies = COPIES if search.layout.blocks >= 8 else 1
+    return [
+        jax.ShapeDtypeStruct((copies, r, search.limbs, search.thresholds), jnp.float32),
+        jax.ShapeDtypeStruct((copies, 2 * r), jnp.int32),
+    ]
 
 
 # --- one launch --------------------------------------------------------------------------------------
 
 
-def _pass(search, ranks, kind, sampled, operands, state, tally):
-    """[common, brackets, thresholds, counts, ends] after a pass over all tiles, or the sampled ones.
+def _pass(search, ranks, kind, sampled, operands, before, tally):
+    """[common, brackets, thresholds, counts, ends, zeros, zeros] of a pass over all tiles, or the sampled ones.
 
-    kind: "start" makes the first thresholds; "next" tightens the bracket first; "turn" goes from the bracket in
-    the sample to thresholds for all pairs.
+    Args:
+      kind: "start" makes the first thresholds; "next" tightens the bracket first; "turn" goes from the bracket in
+        the sample to thresholds for all pairs.
+      before: the first five of the pass before, [] for "start". tally: zeros to count in.
     """
     layout, r, w = search.layout, len(ranks), search.thresholds
     arrays = [a for a in operands if a is not None]
@@ -162,83 +179,102 @@ def _pass(search, ranks, kind, sampled, operands, state, tally):
 
     def program(*refs):
         operand_refs, refs = refs[: len(arrays)], refs[len(arrays) :]
-        state_refs, refs = refs[: len(state)], refs[len(state) + 2 :]
-        state_out, (counts_ref, ends_ref) = refs[:3], refs[3:]
+        before_refs, refs = refs[: len(before)], refs[len(before) + 2 :]
+        state_out, (counts_ref, ends_ref), cleared = refs[:3], refs[3:5], refs[5:]
         i, split = pl.program_id(0), pl.program_id(1)
         writes = (i == 0) & (split == 0)
 
-        def count(common, brackets, thresholds, direct):
+        def count(common, brackets, cuts, direct):
             distances = Distances(layout, operand_refs, common[FIELD], direct)
             walk = (i, split, splits, offsets)
-            counts, ends = _count(distances, walk, brackets, thresholds)
-            here = common[LAUNCH], (i + split) % counts_ref.shape[1]
-            for q, part in enumerate(counts):
+            # A bracket of everything has no use for its ends.
+            with_ends = search.ends and kind != "start"
+            counts, ends = _count(distances, walk, brackets, cuts, with_ends)
+            copy = (i + split) % counts_ref.shape[0]
+            for q in range(r):
+                part = _vector(counts[q * w : (q + 1) * w])
                 for limb in range(search.limbs):
+                    value, rest = part, part
                     if limb < search.limbs - 1:
-                        value, part = part & ((1 << DIGITS) - 1), part >> DIGITS
-                    else:
-                        value = part
-                    at = (*here, 0 * i + q, 0 * i + limb, pl.ds(0, w))
+                        value, rest = part & ((1 << DIGITS) - 1), part >> DIGITS
+                    at = (copy, 0 * i + q, 0 * i + limb, pl.ds(0, w))
                     plt.atomic_add(counts_ref, at, value.astype(jnp.float32))
+                    part = rest
             for k, end in enumerate(ends):
-                plt.atomic_max(ends_ref, (*here, 0 * i + k), end)
+
+                @pl.when(end > 0)  # most programs have nothing inside a narrow bracket
+                def _(k=k, end=end):
+                    plt.atomic_max(ends_ref, (copy, 0 * i + k), end)
 
         def work(common, brackets, thresholds):
             _store(state_out, writes, common, brackets, thresholds)
 
             @pl.when(_any_open(brackets))
             def _():
+                # One by one: a vector's elements are for threads, these for all of them.
+                places = jnp.arange(w)
+                cuts = [
+                    _cut(jnp.max(jnp.where(places == k, values, 0)))
+                    for values in thresholds
+                    for k in range(w)
+                ]
                 if layout.direct:
-                    count(common, brackets, thresholds, True)
+                    count(common, brackets, cuts, True)
                     return
-                pl.when(common[DIRECT] > 0)(lambda: count(common, brackets, thresholds, True))
-                pl.when(common[DIRECT] == 0)(lambda: count(common, brackets, thresholds, False))
+                pl.when(common[DIRECT] > 0)(lambda: count(common, brackets, cuts, True))
+                pl.when(common[DIRECT] == 0)(lambda: count(common, brackets, cuts, False))
+
+        @pl.when(writes)
+        def _():
+            for ref in cleared:
+                for index in np.ndindex(*ref.shape[:-1]):
+                    at = tuple(0 * i + k for k in index)
+                    ref[(*at, pl.ds(0, ref.shape[-1]))] = jnp.zeros(ref.shape[-1:], ref.dtype)
 
         if kind == "start":
             work(*_begin(search, ranks, sampled, operand_refs, 0 * i))
             return
-        common, brackets = _load(state_refs, r)
+        # All loads first, so that they are under way together.
+        common, brackets = _load(search, before_refs, r)
+        counted = _counted(search, before_refs, r)
         going = common[FINITE] > 0 if kind == "turn" else _any_open(brackets)
 
         @pl.when(going)
         def _():
-            tally_refs = counts_ref, ends_ref
-            work(*_step(search, ranks, kind, sampled, common, brackets, state_refs[2], tally_refs))
+            work(*_step(search, ranks, kind, sampled, common, brackets, counted))
 
         @pl.when(~going)
         def _():
-            _store(state_out, writes, common, brackets, None)
+            _store(state_out, writes, common, brackets, ())
 
-    shapes = [(FIELDS,), (r, FIELDS), (r, w)]
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(FIELDS,), (r, FIELDS), (r, w)]]
     name = program.__name__ = f"svgd_rank_{kind}" + ("_sample" if sampled else "")
-    first_tally = len(arrays) + len(state)
+    first = len(arrays) + len(before)
     return pl.pallas_call(
         program,
         grid=(layout.blocks, splits),
-        in_specs=[pl.BlockSpec()] * (first_tally + 2),
-        out_specs=[pl.BlockSpec()] * 5,
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-        + [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in tally],
-        input_output_aliases={first_tally: 3, first_tally + 1: 4},
+        in_specs=[pl.BlockSpec()] * (first + 2),
+        out_specs=[pl.BlockSpec()] * 7,
+        out_shape=shapes + _tally(search, r) * 2,
+        input_output_aliases={first: 3, first + 1: 4},
         compiler_params=plt.CompilerParams(num_warps=layout.warps, num_stages=search.stages),
         interpret=layout.interpret,
         name=name,
-    )(*arrays, *state, *tally)
+    )(*arrays, *before, *tally)
 
 
-def _finish(search, ranks, state, tally):
+def _finish(search, ranks, before):
     """Values and keys, in one program."""
     r = len(ranks)
 
     def program(*refs):
-        state_refs, tally_refs, (values_ref, keys_ref) = refs[:3], refs[3:5], refs[5:]
-        common, brackets = _load(state_refs, r)
-        tightened = _tightened(search, ranks, False, common, brackets, state_refs[2], tally_refs)
+        before_refs, (values_ref, keys_ref) = refs[:5], refs[5:]
+        common, brackets = _load(search, before_refs, r)
+        tightened = _tightened(search, ranks, False, brackets, _counted(search, before_refs, r))
         unit = power(254 - common[FIELD])  # the reciprocal of the scale
-        for q, (rank_bracket, old) in enumerate(zip(tightened, brackets, strict=True)):
-            key = rank_bracket.where(old.open(), old).high
-            keys_ref[q] = key
-            value = from_u(key) * unit * unit
+        for q, bracket in enumerate(tightened):
+            keys_ref[q] = bracket.high
+            value = from_u(bracket.high) * unit * unit
             values_ref[q] = jnp.where(common[FINITE] > 0, value, jnp.nan)
 
     name = program.__name__ = "svgd_rank_finish"
@@ -251,7 +287,7 @@ def _finish(search, ranks, state, tally):
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         interpret=search.layout.interpret,
         name=name,
-    )(*state, *tally)
+    )(*before)
 
 
 # --- what every program does first ------------------------------------------------------------------
@@ -259,19 +295,19 @@ def _finish(search, ranks, state, tally):
 
 def _begin(search, ranks, sampled, operand_refs, zero):
     """common, brackets and thresholds from what `prepare` found."""
-    layout = search.layout
+    layout, w = search.layout, search.thresholds
     _, extents_ref, moments_ref = operand_refs[:3]
     padded = tiles.next_power_of_two(layout.blocks)
     every = pl.ds(zero, padded)
     inside = zero + jnp.arange(padded) < layout.blocks
     extents = plt.load(extents_ref.at[every], mask=inside, other=0)
+    sums, squares, norms = (
+        plt.load(moments_ref.at[zero + k, every], mask=inside, other=0.0) for k in range(3)
+    )
     extent = jnp.max(extents)
     field = scale_field(extent)
     factor = power(127 + field - scale_field(extents))
     factor = factor * factor
-    sums, squares, norms = (
-        plt.load(moments_ref.at[zero + k, every], mask=inside, other=0.0) for k in range(3)
-    )
     count = layout.pairs_within(1)
     mean = jnp.sum(sums * factor) * (1.0 / count)
     variance = jnp.sum(squares * factor * factor) * (1.0 / count) - mean * mean
@@ -280,26 +316,24 @@ def _begin(search, ranks, sampled, operand_refs, zero):
     common = [zero, zero, field, finite.astype(jnp.int32), coarse]
     brackets, thresholds = [], []
     for rank in ranks:
-        whole = Bracket.whole(search.sampled if sampled else search.total, zero)
+        total = search.sampled if sampled else search.total
+        whole = Bracket.whole(search.two_limbs, total, zero)
         whole.high = jnp.where(finite, whole.high, 0)  # closed
         brackets.append(whole)
-        fraction = (rank - 0.5) / search.total
-        found = first_thresholds(fraction, search.thresholds, mean, variance)
+        found = first_thresholds((rank - 0.5) / search.total, w, mean, variance)
         if not sampled and not layout.direct:
-            found[0] = coarse
+            found = jnp.where(jnp.arange(w) == 0, coarse, found)
         thresholds.append(found)
     return common, brackets, thresholds
 
 
-def _step(search, ranks, kind, sampled, common, brackets, thresholds_ref, tally_refs):
+def _step(search, ranks, kind, sampled, common, brackets, counted):
     """common, brackets and thresholds after the launch before this one."""
     layout, w = search.layout, search.thresholds
     over_sample = sampled or kind == "turn"
-    brackets = _tightened(
-        search, ranks, over_sample, common, brackets, thresholds_ref, tally_refs
-    )
+    brackets = _tightened(search, ranks, over_sample, brackets, counted)
     launch, direct, field, finite, coarse = common
-    whole = Bracket.whole(search.total, 0 * launch)
+    whole = Bracket.whole(search.two_limbs, search.total, 0 * launch)
     if not (over_sample or layout.direct):
         small = brackets[0].high <= coarse
         for bracket in brackets[1:]:
@@ -313,7 +347,7 @@ def _step(search, ranks, kind, sampled, common, brackets, thresholds_ref, tally_
         if kind == "turn":
             found = bracket.thresholds(_sample_rank(search, rank), w, 30, search.sampled)
             if not layout.direct:
-                found[0] = coarse
+                found = jnp.where(jnp.arange(w) == 0, coarse, found)
         elif sampled:
             found = bracket.thresholds(_sample_rank(search, rank), w, 30)
         else:
@@ -328,38 +362,42 @@ def _sample_rank(search, rank):
     return min(max(1, round(rank * search.sampled / search.total)), search.sampled)
 
 
-def _tightened(search, ranks, over_sample, common, brackets, thresholds_ref, tally_refs):
-    """The brackets after the counts of the launch before this one."""
-    w = search.thresholds
-    counts_ref, ends_ref = tally_refs
-    copies = counts_ref.shape[1]
-    every = pl.ds(0, w)
-
-    def counted(q, limb):
-        found = counts_ref[common[LAUNCH], pl.ds(0, copies), q, limb, every]
-        return jnp.sum(found.astype(jnp.int32), axis=0)
-
+def _counted(search, before_refs, r):
+    """(thresholds, counts, ends) of each rank in the launch before this one, as `Bracket.tighten` takes them."""
+    thresholds_ref, counts_ref, ends_ref = before_refs[2:]
+    every = pl.ds(0, search.thresholds)
+    copies = range(counts_ref.shape[0])
     found = []
-    for q, (rank, bracket) in enumerate(zip(ranks, brackets, strict=True)):
-        total = counted(q, 0)
-        low, high = total & ((1 << DIGITS) - 1), total >> DIGITS
-        if search.limbs > 1:
-            high += counted(q, 1)
-        shift = LIMB - DIGITS
-        low |= (high & ((1 << shift) - 1)) << DIGITS
-        high >>= shift
-        if search.limbs > 2:
-            high += counted(q, 2) << (DIGITS - shift)
-        largest, smallest = (
-            jnp.max(ends_ref[common[LAUNCH], pl.ds(0, copies), 2 * q + side]) for side in (0, 1)
-        )
-        wanted = _sample_rank(search, rank) if over_sample else rank
-        found.append(
-            bracket.tighten(
-                wanted, thresholds_ref[q, every], (high, low), NONE - smallest, largest - 1
+    for q in range(r):
+        # Copy by copy: a sum over an axis would have to cross threads.
+        parts = [
+            sum(counts_ref[c, q, limb, every].astype(jnp.int32) for c in copies)
+            for limb in range(search.limbs)
+        ]
+        if search.two_limbs:
+            low, high = parts[0] & ((1 << DIGITS) - 1), (parts[0] >> DIGITS) + parts[1]
+            shift = LIMB - DIGITS
+            counts = high >> shift, low | ((high & ((1 << shift) - 1)) << DIGITS)
+            if search.limbs > 2:
+                counts = counts[0] + (parts[2] << (DIGITS - shift)), counts[1]
+        else:
+            counts = None, sum(part << (DIGITS * k) for k, part in enumerate(parts))
+        ends = None
+        if search.ends:
+            largest, smallest = (
+                functools.reduce(jnp.maximum, [ends_ref[c, 2 * q + side] for c in copies])
+                for side in (0, 1)
             )
-        )
+            ends = largest > 0, NONE - smallest, largest - 1
+        found.append((thresholds_ref[q, every], counts, ends))
     return found
+
+
+def _tightened(search, ranks, over_sample, brackets, counted):
+    return [
+        bracket.tighten(_sample_rank(search, rank) if over_sample else rank, *seen)
+        for rank, bracket, seen in zip(ranks, brackets, counted, strict=True)
+    ]
 
 
 def _any_open(brackets):
@@ -369,11 +407,12 @@ def _any_open(brackets):
     return found
 
 
-def _load(state_refs, r):
-    common_ref, brackets_ref, _ = state_refs
+def _load(search, before_refs, r):
+    common_ref, brackets_ref = before_refs[:2]
     common = [common_ref[k] for k in range(COARSE_U + 1)]
+    fields = range(len(Bracket.FIELDS))
     return common, [
-        Bracket(*(brackets_ref[q, k] for k in range(len(Bracket.FIELDS)))) for q in range(r)
+        Bracket(search.two_limbs, *(brackets_ref[q, k] for k in fields)) for q in range(r)
     ]
 
 
@@ -388,23 +427,25 @@ def _store(state_refs, writes, common, brackets, thresholds):
         for q, bracket in enumerate(brackets):
             for k, value in enumerate(bracket.values()):
                 brackets_ref[q, k] = value
-        for q, values in enumerate(thresholds or ()):
-            for k, value in enumerate(values):
-                thresholds_ref[q, k] = value
+        for q, values in enumerate(thresholds):
+            thresholds_ref[q, pl.ds(0, values.shape[0])] = values
 
 
 # --- the pass over the tiles ------------------------------------------------------------------------
 
 
-def _count(distances, walk, brackets, thresholds):
-    """([(W,) counts of each rank], [2 R ends]: largest + 1 and NONE - smallest inside each bracket)."""
+def _count(distances, walk, brackets, cuts, with_ends):
+    """(counts, one a cut; [] or the ends, largest + 1 and NONE - smallest inside each bracket)."""
     layout = distances.layout
     i, split, splits, offsets = walk
-    size = layout.size
+    size, turns = layout.size, -(-offsets // splits)
+    # The axis along which a thread holds most of its elements: sums along it cross few threads.
+    axis = 0 if distances.direct else 1
     left = distances.block(i)
-    cuts = [_cut(t) for values in thresholds for t in values]
-    lowest = [jnp.where(b.low < 0, -FAR, from_u(b.low + 1)) for b in brackets]
-    beyond = [from_u(b.high + 1) for b in brackets]
+    lowest, beyond = [], []
+    if with_ends:
+        lowest = [jnp.where(b.low < 0, -FAR, from_u(b.low + 1)) for b in brackets]
+        beyond = [from_u(b.high + 1) for b in brackets]
 
     def turn(t, carry):
         counts, largest, smallest = carry
@@ -414,15 +455,15 @@ def _count(distances, walk, brackets, thresholds):
         right = (rows, inside, jnp.where(visited, far, FAR), *rest)
         distance = distances.tile(left, right, offset)
         counts = [
-            count + jnp.sum(_below(distance, cut, layout.interpret), axis=1)
+            count + jnp.sum(_below(distance, cut, layout.interpret), axis=axis)
             for count, cut in zip(counts, cuts, strict=True)
         ]
         largest = [
-            jnp.maximum(found, jnp.max(jnp.where(distance < high, distance, -FAR), axis=1))
+            jnp.maximum(found, jnp.max(jnp.where(distance < high, distance, -FAR), axis=axis))
             for found, high in zip(largest, beyond, strict=True)
         ]
         smallest = [
-            jnp.minimum(found, jnp.min(jnp.where(distance >= low, distance, FAR), axis=1))
+            jnp.minimum(found, jnp.min(jnp.where(distance >= low, distance, FAR), axis=axis))
             for found, low in zip(smallest, lowest, strict=True)
         ]
         return counts, largest, smallest
@@ -432,22 +473,27 @@ def _count(distances, walk, brackets, thresholds):
 
     carry = (
         [rows_of(0.0) for _ in cuts],
-        [rows_of(-FAR) for _ in brackets],
-        [rows_of(FAR) for _ in brackets],
+        [rows_of(-FAR) for _ in beyond],
+        [rows_of(FAR) for _ in lowest],
     )
-    turns = -(-offsets // splits)
     if turns == 1:
         carry = turn(0 * i, carry)
     else:
         carry = lax.fori_loop(0, turns, turn, carry)
     counts, largest, smallest = carry
-    totals = [jnp.sum(count.astype(jnp.int32)) for count in counts]
-    w = len(thresholds[0])
     ends = []
     for top, bottom in zip(largest, smallest, strict=True):
         top, bottom = jnp.max(top), jnp.min(bottom)
         ends += [jnp.where(top == -FAR, 0, to_u(top) + 1), NONE - to_u(bottom)]
-    return [_vector(totals[k : k + w]) for k in range(0, len(totals), w)], ends
+    counts = [count.astype(jnp.int32) for count in counts]
+    if turns * size * size >= 1 << 15:
+        return [jnp.sum(count) for count in counts], ends
+    # Two in one sum: sums over all threads are what remains to do for few tiles.
+    totals = []
+    for one, other in zip(counts[::2], counts[1::2], strict=True):
+        total = jnp.sum(one | (other << 16))
+        totals += [total & 0xFFFF, total >> 16]
+    return totals, ends
 
 
 def _vector(scalars):

@@ -27,7 +27,8 @@ CENTRE = 32  # particles whose mean is the centre: it only has to be near
 DIRECT = 8  # dimensions up to which differences cost no more than products
 REACH = 7  # the largest coordinate of a block is scaled into [2^7, 2^8), well inside float16
 FAR = 2.0**60  # distance of a pair that does not count
-COARSE = 8 * 2.0**-11.5  # part of the largest |z|^2 below which products give distances to less than 1e-4
+# Part of the largest |z|^2 below which products give distances to less than 1e-4.
+COARSE = 8 * 2.0**-11.5
 INFINITE = 0x7F800000  # bits of infinity; NaN's are above
 
 
@@ -79,7 +80,7 @@ class Operands(NamedTuple):
 
     x: jax.Array  # (n, d) float32, raw
     extents: jax.Array  # (blocks,) int32 bits of the largest |x - centre| of each block
-    moments: jax.Array  # (3, blocks) sum and sum of squares of a block's own distances, largest |z|^2
+    moments: jax.Array  # (3, blocks) sums of a block's own distances, of their squares; largest |z|^2
     high: jax.Array | None  # (padded, chunks * chunk) float16 parts of z, None where direct
     low: jax.Array | None
     norms: jax.Array | None  # (padded,) |z|^2
@@ -184,7 +185,9 @@ def prepare(x, layout, *, cleared):
         interpret=layout.interpret,
         name=name,
     )(x)
-    operands = Operands(x, *out[:given]) if not layout.direct else Operands(x, *out[:2], *[None] * 3)
+    operands = (
+        Operands(x, *out[:given]) if not layout.direct else Operands(x, *out[:2], *[None] * 3)
+    )
     return operands, [
         jnp.reshape(a, shape.shape) for a, shape in zip(out[given:], cleared, strict=True)
     ]
@@ -240,12 +243,12 @@ class Distances:
             distance = self._differences(left, right) + far
         else:
             if layout.chunks == 1:
-                product = pairs.product(left[4], right[4], (1, 1))
+                product = _product(left[4], right[4], layout.interpret)
             else:
 
                 def along(k, total):
                     parts = [self._parts(side[0], k * layout.chunk) for side in (left, right)]
-                    return total + pairs.product(*parts, (1, 1))
+                    return total + _product(*parts, layout.interpret)
 
                 zero = jnp.zeros((layout.size, layout.size), jnp.float32)
                 product = lax.fori_loop(0, layout.chunks, along, zero)
@@ -272,3 +275,14 @@ class Distances:
 
         total = jnp.zeros((layout.size, layout.size), jnp.float32)
         return lax.fori_loop(0, layout.d, add, total)
+
+
+def _product(left, right, interpret):
+    """`triton_pairs.product` with sums that no compiler can take into the products: the same bits everywhere."""
+    (high_l, low_l), (high_r, low_r) = left, right
+    one = jnp.full((1, 1), 1.0, jnp.float32)
+    total = None
+    for a, b in ((low_l, high_r), (high_l, low_r), (high_l, high_r)):
+        term = pairs.product((a,), (b,), (1, 1))
+        total = term if total is None else pairs.fma(total, one, term, interpret)
+    return total

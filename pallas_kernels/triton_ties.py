@@ -84,15 +84,15 @@ def laplacian(found, v, *, interpret=False, search=None):
             distances = Distances(layout, operand_refs, common_ref[FIELD], direct)
             own = distances.block(i)
 
-            def turn(t, sums):
-                # Beyond the last offset the first is met again, and left out.
-                offset = split + t * splits
-                sums = meet(distances, own, offset, sums, True)
-                return meet(distances, own, offset, sums, False)
-
             zeros = jnp.zeros((size, chunk), jnp.float32), jnp.zeros((size,), jnp.float32)
             count = (layout.offsets - split + splits - 1) // splits
-            sums = lax.fori_loop(0, count, turn, [zeros] * r)
+            sums = [zeros] * r
+            for as_left in (True, False):
+
+                def turn(t, sums, as_left=as_left):
+                    return meet(distances, own, split + t * splits, sums, as_left)
+
+                sums = lax.fori_loop(0, count, turn, sums)
             mine = rows_of(i)
             for q, (total, degrees) in enumerate(sums):
                 at = (split, 0 * i + q, pl.ds(i * size, size))
