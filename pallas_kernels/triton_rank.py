@@ -124,6 +124,8 @@ def plan(n, d, interpret=False):
         size, warps, thresholds, sample, programs, ends = 64, 4, 16, 4, 2, True
     else:
         size, warps, thresholds, sample, programs, ends = 128, 8, 16, 2, 1, False
+    if interpret:  # which compiles every compare anew
+        thresholds = 8
     layout = Layout(n, d, size, warps, interpret)
     splits = programs * tiles.MULTIPROCESSORS // layout.blocks
     return Search(layout, thresholds, sample, min(layout.offsets, max(1, splits)), ends)

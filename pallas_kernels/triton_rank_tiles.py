@@ -278,11 +278,15 @@ class Distances:
 
 
 def _product(left, right, interpret):
-    """`triton_pairs.product` with sums that no compiler can take into the products: the same bits everywhere."""
+    """`triton_pairs.product` in an order that no compiler can choose, so with the same bits in every kernel.
+
+    A sum of two products could become either of them with the other as its start. So the first passes through an
+    instruction that is no product; the others then start from what came before, or are added to it, everywhere.
+    """
     (high_l, low_l), (high_r, low_r) = left, right
-    one = jnp.full((1, 1), 1.0, jnp.float32)
-    total = None
-    for a, b in ((low_l, high_r), (high_l, low_r), (high_l, high_r)):
-        term = pairs.product((a,), (b,), (1, 1))
-        total = term if total is None else pairs.fma(total, one, term, interpret)
+    total = pairs.product((low_l,), (high_r,), (1, 1))
+    if not interpret:
+        total = pairs._instruction("mov.f32", total)
+    for a, b in ((high_l, low_r), (high_l, high_r)):
+        total = total + pairs.product((a,), (b,), (1, 1))
     return total

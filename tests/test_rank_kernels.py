@@ -1,0 +1,302 @@
+"""The kernels that find an order statistic of all distances: exact to the bit, on a GPU or interpreted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jsvgd import compiled_statistic, median_bandwidth
+from pallas_kernels import triton_rank, triton_rank_bracket, triton_ties
+from pallas_kernels.triton_rank_bracket import NONE, TOP, Bracket
+from tests.problems import relative_error, wide
+
+ON_GPU = jax.default_backend() == "gpu"
+KERNELS = "triton" if ON_GPU else "interpret"
+KINDS = ["normal", "lattice", "clusters", "far clusters", "coincident", "cauchy", "offset", "equal"]
+
+
+def cloud(kind, n, d, seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, d))
+    if kind == "lattice":
+        x = np.round(x)
+    elif kind == "clusters":
+        x = 1e-3 * x + 10.0 * rng.integers(0, 3, size=(n, 1))
+    elif kind == "far clusters":
+        x[: 3 * n // 4] += 1e4
+    elif kind == "coincident":
+        x = x[rng.integers(0, max(1, n // 3), n)]
+    elif kind == "cauchy":
+        x = rng.standard_cauchy(size=(n, d))
+    elif kind == "offset":
+        x = x + 100.0
+    elif kind == "equal":
+        x = np.full((n, d), 0.1)
+    return (scale * x).astype(np.float32)
+
+
+def small_search(n, d, *, sample=0, thresholds=8, ends=True, splits=2):
+    """Few thresholds compile sooner under the interpreter."""
+    layout = triton_rank.plan(n, d, not ON_GPU).layout
+    splits = min(splits, layout.offsets)
+    return triton_rank.Search(layout, thresholds, min(sample, layout.offsets), splits, ends)
+
+
+@functools.cache
+def compiled(search, ranks):
+    """Everything about the distances of these ranks."""
+    options = {"interpret": not ON_GPU, "search": search}
+
+    def everything(x):
+        found = triton_rank.order_statistics(x, ranks, **options)
+        keys = triton_ties.pair_keys(found, **options)
+        return found, keys, triton_ties.laplacian(found, x, **options)
+
+    return jax.jit(everything)
+
+
+def median_rank(n):
+    return max(1, ((n * n - 1) // 2 - n) // 2 + 1)
+
+
+def distances(x):
+    i, j = np.triu_indices(len(x), 1)
+    total = np.zeros(len(i))
+    for c in range(x.shape[1]):
+        total += (wide(x)[i, c] - wide(x)[j, c]) ** 2
+    return total
+
+
+def check(x, ranks, search):
+    n, d = x.shape
+    count = n * (n - 1) // 2
+    found, keys, (sums, twice) = compiled(search, ranks)(x)
+    keys = np.asarray(keys)
+    counted = np.sort(keys[keys != NONE])
+    assert len(counted) == count and (counted <= TOP).all()
+    np.testing.assert_array_equal(found.keys, counted[np.array(ranks) - 1])
+    exact = np.sort(distances(x))
+    extent = np.sum(np.ptp(wide(x), axis=0) ** 2)
+    for q, rank in enumerate(ranks):
+        # By differences where distances are small beside the extent, so relative errors stay small.
+        error = abs(float(found.values[q]) - exact[rank - 1])
+        coarse = 1e-6 if d <= 8 or found.common[triton_rank.DIRECT] else 5e-6
+        assert error <= coarse * exact[rank - 1] + 1e-15 * extent + 1e-37, (q, error, exact[rank - 1])
+        # The pairs that tie, by their places in the tiles.
+        size = search.layout.size
+        block, offset, row, column = np.nonzero(keys == found.keys[q])
+        i = block * size + row
+        j = (block + offset) % search.layout.blocks * size + column
+        assert twice[q] == 2 * len(i)
+        expected = np.zeros((n, d))
+        difference = wide(x)[i] - wide(x)[j]
+        np.add.at(expected, i, difference)
+        np.add.at(expected, j, -difference)
+        magnitude = np.abs(wide(x)).max() * max(1, len(i) / n)
+        np.testing.assert_allclose(sums[q], expected, atol=3e-6 * magnitude)
+
+
+@pytest.mark.parametrize(
+    "shape, options",
+    [
+        ((2, 1), {}),
+        ((33, 3), {}),
+        ((70, 12), {"ends": False}),
+        ((150, 70), {"sample": 2, "splits": 1}),
+    ],
+    ids=str,
+)
+def test_the_sorted_element_to_the_bit(shape, options):
+    n, d = shape
+    count = n * (n - 1) // 2
+    ranks = tuple(sorted({median_rank(n), min(count, median_rank(n) + 1)}))
+    for seed, kind in enumerate(KINDS):
+        for scale in (1e-20, 1.0, 1e15) if kind == "normal" else (1.0,):
+            check(cloud(kind, n, d, seed, scale), ranks, small_search(n, d, **options))
+
+
+def test_extreme_ranks():
+    for kind in ("normal", "clusters", "lattice"):
+        check(cloud(kind, 40, 3), (1, 780), small_search(40, 3))
+
+
+def test_plans_of_every_size_cover_every_pair():
+    for n in (2, 31, 33, 64, 1000, 2048, 2049, 8193, 20_000, 1 << 20):
+        search = triton_rank.plan(n, 20)
+        layout = search.layout
+        assert layout.pairs_within(layout.offsets) == search.total == n * (n - 1) // 2
+        assert 1 <= search.splits <= layout.offsets
+        assert search.two_limbs == (n > 65536)
+        # Even steps alone finish after the first pass.
+        assert search.thresholds.bit_length() - 1 >= triton_rank_bracket.RANGE_BITS / (
+            search.passes - 1
+        )
+
+
+@pytest.mark.parametrize("many", [1, 2**31])
+@pytest.mark.parametrize("numbers", ["even", "geometric", "one", "dense"])
+def test_brackets_close_in_the_passes_there_are(numbers, many):
+    """Each number stands for `many`, so counts beyond 2^31 are exact; no ends are reported."""
+    u = {
+        "even": np.linspace(0, TOP - 1, 400).astype(np.int64),
+        "geometric": np.unique((2.0 ** np.linspace(0, 29.9, 400)).astype(np.int64)),
+        "one": np.full(400, 123_456_789),
+        "dense": 900_000_000 + np.arange(400) // 3,
+    }[numbers]
+    w = 8
+    passes = triton_rank_bracket.passes(w)
+    two_limbs = many * len(u) >= 1 << 31
+
+    def limbs(count):
+        split = triton_rank_bracket.limbs(count) if two_limbs else (0 * count, count)
+        return tuple(jnp.asarray(part, jnp.int32) for part in split)
+
+    for rank in (1, many * len(u) // 2 + (many > 1), many * len(u)):
+        bracket = Bracket.whole(two_limbs, many * len(u), jnp.int32(0))
+        thresholds = jnp.zeros(w, jnp.int32)  # a first guess that helps nothing
+        for done in range(1, passes + 1):
+            counts = limbs(many * np.searchsorted(u, np.asarray(thresholds), side="right"))
+            bracket = bracket.tighten(rank, thresholds, counts, None)
+            if done < passes:
+                thresholds = bracket.thresholds(rank, w, passes - done - 1)
+        assert not bracket.open()
+        assert bracket.high == u[(rank - 1) // many]
+
+
+def test_typical_particles_need_few_passes():
+    found, *_ = compiled(small_search(150, 70, sample=2, splits=1), (median_rank(150),) * 1)(
+        cloud("normal", 150, 70)
+    )
+    launches = int(found.common[triton_rank.LAUNCH]) + 1
+    assert 3 <= launches <= 7  # two over the sample; 8 thresholds a pass
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_not_finite_gives_nan(bad):
+    for n, d in [(33, 3), (70, 12)]:
+        x = cloud("normal", n, d)
+        x[n // 2, 1] = bad
+        search = small_search(n, d, ends=d <= 8)
+        ranks = (median_rank(n), median_rank(n) + 1)
+        assert np.isnan(compiled(search, ranks)(x)[0].values).all()
+
+
+# --- through the public function --------------------------------------------------------------------
+
+
+def bandwidth(implementation, **options):
+    return functools.partial(median_bandwidth, implementation=implementation, **options)
+
+
+def test_bandwidth_gradient_and_second_derivative():
+    x = jnp.asarray(cloud("normal", 40, 12))
+    dx = jnp.asarray(cloud("normal", 40, 12, 1))
+
+    def everything(implementation):
+        def root(x):
+            return jnp.sqrt(median_bandwidth(x, implementation=implementation))
+
+        value, gradient = jax.value_and_grad(root)(x)
+        forward = jax.jvp(jax.grad(root), (x,), (dx,))[1]
+        reverse = jax.grad(lambda x: jnp.vdot(jax.grad(root)(x), dx))(x)
+        return value, gradient, forward, reverse
+
+    found, expected = jax.jit(everything, static_argnums=0)(KERNELS), everything("dense")
+    for part, whole in zip(found, expected, strict=True):
+        assert relative_error(part, whole) < 1e-5
+    assert np.count_nonzero(np.any(found[1] != 0, axis=1)) == 2
+
+
+def test_gradient_is_the_mean_over_ties():
+    x = jnp.asarray(cloud("lattice", 40, 3))
+    value, gradient = jax.value_and_grad(bandwidth(KERNELS, rule="median_distance"))(x)
+    i, j = np.triu_indices(40, 1)
+    squared = np.sum((wide(x)[i] - wide(x)[j]) ** 2, axis=1)
+    middle = np.sort(squared)[median_rank(40) - 1]
+    tied = np.flatnonzero(squared == middle)
+    assert len(tied) > 1
+    expected = np.zeros((40, 3))
+    for t in tied:
+        expected[i[t]] += 2 * (wide(x)[i[t]] - wide(x)[j[t]]) / len(tied)
+        expected[j[t]] -= 2 * (wide(x)[i[t]] - wide(x)[j[t]]) / len(tied)
+    np.testing.assert_allclose(gradient, expected * float(value) / middle, atol=1e-6)
+
+
+def test_the_same_bits_in_every_context():
+    x = jnp.stack([cloud(kind, 40, 12, 7) for kind in KINDS])
+    h = jax.jit(bandwidth(KERNELS, rule="no_log"))
+    alone = np.array([h(row) for row in x])
+    np.testing.assert_array_equal(np.array([h(row) for row in x]), alone)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(h))(x), alone)
+    np.testing.assert_array_equal(lax.scan(lambda _, row: (0, h(row)), 0, x)[1], alone)
+    # NaN if the distances came out differently there.
+    assert np.isfinite(jax.jit(jax.vmap(jax.grad(h)))(x)).all()
+
+
+@pytest.mark.parametrize("rule", ["liu", "pyro"])  # two ranks at once; one dimension at a time
+def test_rules(rule):
+    x = jnp.asarray(cloud("normal", 30, 3))
+    found = median_bandwidth(x, rule=rule, implementation=KERNELS)
+    expected = median_bandwidth(x, rule=rule, implementation="dense")
+    np.testing.assert_allclose(found, expected, rtol=3e-6)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_few_particles(n):
+    x = jnp.asarray(cloud("normal", n, 4))
+    found = median_bandwidth(x, rule="no_log", implementation=KERNELS)
+    np.testing.assert_allclose(
+        found, median_bandwidth(x, rule="no_log", implementation="dense"), rtol=2e-6
+    )
+
+
+def test_refusals():
+    x = jnp.zeros((5, 600))
+    with pytest.raises(ValueError, match=r"'interpret' does not take this: d must lie in"):
+        median_bandwidth(x, implementation="interpret")
+    with jax.enable_x64(True), pytest.raises(ValueError, match="compute in float32, got float64"):
+        median_bandwidth(jnp.zeros((5, 2), jnp.float64), implementation="triton")
+
+
+def test_choice(monkeypatch):
+    def choice(n=1000, d=32, dtype=np.float32, platform="gpu"):
+        return compiled_statistic.choose(n, d, dtype=dtype, platform=platform)
+
+    monkeypatch.setattr("jsvgd.dispatch._compute_capability", lambda: 9.0)
+    assert choice().implementation == "triton"
+    for other, why in [
+        (choice(platform="cpu"), "do not run on cpu"),
+        (choice(dtype=np.float64), "got float64"),
+        (choice(d=1000), "d must lie in"),
+    ]:
+        assert other.implementation == "xla" and why in other.reason
+    monkeypatch.setattr("jsvgd.dispatch._compute_capability", lambda: 7.5)
+    assert choice().implementation == "xla"
+
+
+# --- lowered for CUDA on a machine without a GPU ------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    not hasattr(jax.sharding, "AbstractDevice") or jax.__version_info__ < (0, 11),
+    reason="lowering for CUDA without a GPU needs JAX >= 0.11",
+)
+@pytest.mark.parametrize("n, d", [(50, 2), (4096, 64), (70_000, 300)])
+def test_lowers_without_a_loop_or_a_condition(n, d):
+    """XLA runs loops and conditionals from the host, which waits for the device each time."""
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
+    search = triton_rank.plan(n, d)
+    launches = search.passes + (2 if search.sample else 0)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        for batch in ((), (3,)):
+            function = jax.value_and_grad(bandwidth("triton"))
+            function = jax.vmap(function) if batch else function
+            x = jax.ShapeDtypeStruct((*batch, n, d), jnp.float32)
+            text = jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+            assert text.count("xla.gpu.triton") == launches + 3  # prepare, finish, ties
+            for name in ("prepare", "start", "next", "finish", "ties"):
+                assert f"svgd_rank_{name}" in text
+            assert not any(f"stablehlo.{op}" in text for op in ("while", "case", "if"))
