@@ -4,14 +4,17 @@
 
 Particles N(0, I). "jsvgd" is ``median_bandwidth``, "sort" is ``jnp.median`` of the N x N matrix of
 squared distances (a matrix product, then XLA's sort), left out above --largest-sort particles. "with
-gradient" is ``value_and_grad``. Times are medians of three compiled loops in this one run; memory is the
-arguments, results and scratch of the compiled program. A whole step (median, direction, update) stands
-beside BlackJAX's where that is installed. Prints a table, writes benchmark_bandwidth.json and a picture.
+gradient" is ``value_and_grad``. On a GPU "xla" is ``median_bandwidth`` with
+``implementation="xla"``. Times are medians of three compiled loops in this one run; memory is the
+arguments, results and scratch of the compiled program. A whole step (median, direction, update)
+stands beside BlackJAX's where that is installed. Prints a table, writes benchmark_bandwidth.json
+and a picture.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import platform
@@ -58,6 +61,8 @@ def measure(n: int, d: int, *, largest_sort: int) -> list[dict]:
     """One row for each way to the bandwidth of n particles in d dimensions."""
     x = jax.random.normal(jax.random.key(0), (n, d))
     ways = {"jsvgd": jsvgd.median_bandwidth, "with gradient": value_and_gradient}
+    if jax.default_backend() == "gpu":
+        ways["xla"] = functools.partial(jsvgd.median_bandwidth, implementation="xla")
     if n <= largest_sort:
         ways["sort"] = median_by_sort
     rows = []
@@ -99,7 +104,7 @@ def measure_step(n: int, d: int) -> list[dict]:
 def describe(row: dict, rows: list[dict]) -> str:
     """A line of the table."""
     text = f"{row['n']:6d} x {row['d']:<5d} {row['name']:14s} {row['milliseconds']:10.3f} ms"
-    own = {"sort": "jsvgd", "BlackJAX step": "jsvgd step"}.get(row["name"])
+    own = {"sort": "jsvgd", "xla": "jsvgd", "BlackJAX step": "jsvgd step"}.get(row["name"])
     for other in rows:
         if own == other["name"] and (other["n"], other["d"]) == (row["n"], row["d"]):
             text += f"  {row['milliseconds'] / other['milliseconds']:6.1f}x"
@@ -168,6 +173,7 @@ def _draw(path, rows, title):
     styles = {
         "jsvgd": ("#2c6fad", "o"),
         "with gradient": ("#7fb2dd", "^"),
+        "xla": ("#7d8a5c", "v"),
         "sort": ("#c0392b", "s"),
     }
     for name, (color, marker) in styles.items():
@@ -176,6 +182,8 @@ def _draw(path, rows, title):
             for row in rows
             if row["name"] == name and row["d"] == d
         )
+        if not points:
+            continue
         for axis, column in zip(axes, (1, 2), strict=True):
             axis.loglog(
                 [p[0] for p in points],

@@ -1,16 +1,19 @@
-"""Order statistics of the squared distances of all pairs of particles: exact, streamed, never waiting for the host.
+"""Order statistics of the squared distances of all pairs of particles: exact, streamed, never
+waiting for the host.
 
-A fixed number of launches, each a pass over the tiles of `triton_rank_tiles`: it counts the distances at or below
-each of W thresholds, and finds the smallest and the largest inside the bracket. Every program of a launch first
-reads what the launch before counted, tightens the bracket (`triton_rank_bracket`) and makes the next thresholds,
-the same in every program; once the bracket is closed, the launches that remain return at once.
+A fixed number of launches, each a pass over the tiles of `triton_rank_tiles`: it counts the
+distances at or below each of W thresholds, and finds the smallest and the largest inside the
+bracket. Every program of a launch first reads what the launch before counted, tightens the bracket
+(`triton_rank_bracket`) and makes the next thresholds, the same in every program; once the bracket
+is closed, the launches that remain return at once.
 
-Distances are compared as floats and counted exactly, in whole numbers that float32 holds (Pallas has no atomic addition
-of vectors of integers), which add up in any order: the answer, one of the computed distances, is the same in every call.
+Distances are compared as floats and counted exactly, in whole numbers that float32 holds (Pallas
+has no atomic addition of vectors of integers), which add up in any order: the answer, one of the
+computed distances, is the same in every call.
 
 Many particles begin with two passes over the tiles nearest to the diagonal, a sample in which every particle
-has the same part. It only places the first thresholds. Where the first pass over everything shows the wanted distance
-to be small beside the particles' reach, the search begins again by differences.
+has the same part. It only places the first thresholds. Where the first pass over everything shows
+the wanted distance to be small beside the particles' reach, the search begins again by differences.
 """
 
 import dataclasses
@@ -30,7 +33,6 @@ from pallas_kernels import triton_tiles as tiles
 from pallas_kernels.triton_rank_bracket import (
     LIMB,
     NONE,
-    TOP,
     Bracket,
     first_thresholds,
     from_u,
@@ -60,14 +62,14 @@ COPIES = 4  # counters that programs add to, so that they seldom meet
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Static choices. thresholds: W, of each rank and pass; sample: offsets of the sampled tiles, or 0; splits: programs
-    that share the offsets of a block."""
+    """Static choices. thresholds: W, of each rank and pass; sample: offsets of the sampled tiles,
+    or 0; splits: programs that share the offsets of a block."""
 
     layout: Layout
     thresholds: int
     sample: int
     splits: int
-    ends: bool = True  # whether passes also find the smallest and the largest distance inside the bracket
+    ends: bool = True  # whether passes also find the bracket's smallest and largest distance
     stages: int = 2
 
     @property
@@ -115,8 +117,8 @@ def supports(n, d, dtype):
 def plan(n, d, interpret=False):
     """The static choices for n particles in d dimensions.
 
-    Few particles: a launch costs more than its compares, and one warp adds up without waiting for others. Many: as
-    many programs as run at once, since each makes the thresholds anew.
+    Few particles: a launch costs more than its compares, and one warp adds up without waiting for
+    others. Many: as many programs as run at once, since each makes the thresholds anew.
     """
     if n <= 2048:
         size, warps, thresholds, sample, programs, ends = 32, 1, 32, 0, 5, True
@@ -144,7 +146,7 @@ def order_statistics(x, ranks, *, interpret=False, search=None):
     search = search or plan(*x.shape, interpret)
     kinds = [("start", False)] + [("next", False)] * (search.passes - 1)
     if search.sample:
-        kinds = [("start", True), ("next", True), ("turn", False)] + kinds[1:]
+        kinds = [("start", True), ("next", True), ("turn", False), *kinds[1:]]
     operands, tally = rank_tiles.prepare(x, search.layout, cleared=_tally(search, len(ranks)))
     state, counted = [], []
     for kind, sampled in kinds:
@@ -167,11 +169,12 @@ def _tally(search, r):
 
 
 def _pass(search, ranks, kind, sampled, operands, before, tally):
-    """[common, brackets, thresholds, counts, ends, zeros, zeros] of a pass over all tiles, or the sampled ones.
+    """[common, brackets, thresholds, counts, ends, zeros, zeros] of a pass over all tiles, or the
+    sampled ones.
 
     Args:
-      kind: "start" makes the first thresholds; "next" tightens the bracket first; "turn" goes from the bracket in
-        the sample to thresholds for all pairs.
+      kind: "start" makes the first thresholds; "next" tightens the bracket first; "turn" goes from
+        the bracket in the sample to thresholds for all pairs.
       before: the first five of the pass before, [] for "start". tally: zeros to count in.
     """
     layout, r, w = search.layout, len(ranks), search.thresholds
@@ -365,7 +368,8 @@ def _sample_rank(search, rank):
 
 
 def _counted(search, before_refs, r):
-    """(thresholds, counts, ends) of each rank in the launch before this one, as `Bracket.tighten` takes them."""
+    """(thresholds, counts, ends) of each rank in the launch before this one, as `Bracket.tighten`
+    takes them."""
     thresholds_ref, counts_ref, ends_ref = before_refs[2:]
     every = pl.ds(0, search.thresholds)
     copies = range(counts_ref.shape[0])
@@ -478,10 +482,7 @@ def _count(distances, walk, brackets, cuts, with_ends):
         [rows_of(-FAR) for _ in beyond],
         [rows_of(FAR) for _ in lowest],
     )
-    if turns == 1:
-        carry = turn(0 * i, carry)
-    else:
-        carry = lax.fori_loop(0, turns, turn, carry)
+    carry = turn(0 * i, carry) if turns == 1 else lax.fori_loop(0, turns, turn, carry)
     counts, largest, smallest = carry
     ends = []
     for top, bottom in zip(largest, smallest, strict=True):
@@ -507,7 +508,8 @@ def _vector(scalars):
 
 
 def _cut(u):
-    """(bound, bound 2^a, -2^a) where distance < bound just when its integer is <= u, and 2^a units fill a step."""
+    """(bound, bound 2^a, -2^a) where distance < bound just when its integer is <= u, and 2^a units
+    fill a step."""
     bound = from_u(u + 1)
     pattern = rank_tiles.bits(bound)
     return (
@@ -520,8 +522,9 @@ def _cut(u):
 def _below(distance, cut, interpret):
     """1.0 where the distance is below the bound, else 0.0.
 
-    (bound - distance) 2^a is 1 or more for every float below the bound, so saturated to [0, 1] it is the answer: one
-    instruction of the multiply-add units, where a comparison takes two of units half as many.
+    (bound - distance) 2^a is 1 or more for every float below the bound, so saturated to [0, 1] it
+    is the answer: one instruction of the multiply-add units, where a comparison takes two of units
+    half as many.
     """
     bound, scaled, factor = cut
     if interpret:

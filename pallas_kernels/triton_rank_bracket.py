@@ -1,8 +1,8 @@
 """The bracket of a search for the number of a given rank, inside a kernel, from counts.
 
 Numbers u >= 0 are squared distances as integers: 0 below 2^-96, else the bits of the float minus those of the
-number below 2^-96. The wanted one lies in (low, high]; `below` counts numbers <= low and `upto` numbers <= high.
-Counts are pairs (high limb, low limb) in base 2^16 where they can pass 2^31.
+number below 2^-96. The wanted one lies in (low, high]; `below` counts numbers <= low and `upto`
+numbers <= high. Counts are pairs (high limb, low limb) in base 2^16 where they can pass 2^31.
 
     even        2^b thresholds at equal steps in u: whatever the numbers, a pass takes b bits off the bracket
     guessed     thresholds around the interpolated place of the rank, dense near it: two passes do, mostly
@@ -75,8 +75,8 @@ class Bracket:
         """The bracket after a pass.
 
         Args:
-          rank: static. thresholds: (W,). counts: ((W,), (W,)) limbs of the numbers <= each threshold; with one
-            limb the first is not read.
+          rank: static. thresholds: (W,). counts: ((W,), (W,)) limbs of the numbers <= each
+            threshold; with one limb the first is not read.
           ends: None, or whether they were looked for, the smallest number > low and the largest <= high.
         """
         high_limb, low_limb = counts

@@ -80,7 +80,7 @@ class Operands(NamedTuple):
 
     x: jax.Array  # (n, d) float32, raw
     extents: jax.Array  # (blocks,) int32 bits of the largest |x - centre| of each block
-    moments: jax.Array  # (3, blocks) sums of a block's own distances, of their squares; largest |z|^2
+    moments: jax.Array  # (3, blocks) sums of its own distances and their squares, largest |z|^2
     high: jax.Array | None  # (padded, chunks * chunk) float16 parts of z, None where direct
     low: jax.Array | None
     norms: jax.Array | None  # (padded,) |z|^2
@@ -269,7 +269,7 @@ class Distances:
             )
             difference = xi[:, None] - xj[None, :]
             if layout.interpret:
-                # Rounded here and nowhere fused: the CPU's compiler is free to, in one kernel and not another.
+                # Rounded here: the CPU's compiler is free to fuse, in one kernel and not another.
                 return total + number(bits(difference * difference) ^ sign)
             return pairs.fma(difference, difference, total, False)
 
@@ -280,8 +280,9 @@ class Distances:
 def _product(left, right, interpret):
     """`triton_pairs.product` in an order that no compiler can choose, so with the same bits in every kernel.
 
-    A sum of two products could become either of them with the other as its start. So the first passes through an
-    instruction that is no product; the others then start from what came before, or are added to it, everywhere.
+    A sum of two products could become either of them with the other as its start. So the first
+    passes through an instruction that is no product; the others then start from what came before,
+    or are added to it, everywhere.
     """
     (high_l, low_l), (high_r, low_r) = left, right
     total = pairs.product((low_l,), (high_r,), (1, 1))

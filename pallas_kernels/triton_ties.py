@@ -4,9 +4,9 @@ The gradient of the selected squared distance, the mean over the T pairs that ti
 
     2/T sum_j a_ij (v_i - v_j) = 2/T (deg_i v_i - sum_j a_ij v_j)        a_ij = 1 where the pair ties, else 0
 
-at v = x: a graph Laplacian, linear in v and symmetric, so it is its own transpose. A program owns a block of rows, meets
-the tiles in which the block lies, and multiplies only those that hold a tie. The distances come from
-the tiles of the search, to the bit.
+at v = x: a graph Laplacian, linear in v and symmetric, so it is its own transpose. A program owns
+a block of rows, meets the tiles in which the block lies, and multiplies only those that hold a
+tie. The distances come from the tiles of the search, to the bit.
 """
 
 import jax
@@ -165,7 +165,8 @@ def pair_keys(found, *, interpret=False, search=None):
 
 
 def _parts(x):
-    """Three bfloat16 parts whose sum is x, the smallest first: beside weights of 0 and 1 nothing is rounded."""
+    """Three bfloat16 parts whose sum is x, the smallest first: beside weights of 0 and 1 nothing
+    is rounded."""
     found = []
     for _ in range(2):
         high = number(bits(x) & -65536)

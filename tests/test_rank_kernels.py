@@ -84,7 +84,11 @@ def check(x, ranks, search):
         # By differences where distances are small beside the extent, so relative errors stay small.
         error = abs(float(found.values[q]) - exact[rank - 1])
         coarse = 1e-6 if d <= 8 or found.common[triton_rank.DIRECT] else 5e-6
-        assert error <= coarse * exact[rank - 1] + 1e-15 * extent + 1e-37, (q, error, exact[rank - 1])
+        assert error <= coarse * exact[rank - 1] + 1e-15 * extent + 1e-37, (
+            q,
+            error,
+            exact[rank - 1],
+        )
         # The pairs that tie, by their places in the tiles.
         size = search.layout.size
         block, offset, row, column = np.nonzero(keys == found.keys[q])
