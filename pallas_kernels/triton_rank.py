@@ -17,46 +17,36 @@ the wanted distance to be small beside the particles' reach, the search begins a
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels import triton_pairs as pairs
 from pallas_kernels import triton_rank_tiles as rank_tiles
 from pallas_kernels import triton_tiles as tiles
-from pallas_kernels.triton_rank_bracket import (
-    LIMB,
-    NONE,
-    Bracket,
-    first_thresholds,
-    from_u,
-    passes,
-    to_u,
+from pallas_kernels.triton_rank_bracket import from_u, passes
+from pallas_kernels.triton_rank_count import count_below, cut, vector
+from pallas_kernels.triton_rank_state import (
+    DIGITS,
+    DIRECT,
+    FIELD,
+    FIELDS,
+    FINITE,
+    any_open,
+    begin,
+    counted,
+    load,
+    step,
+    store,
+    tightened,
 )
-from pallas_kernels.triton_rank_tiles import (
-    COARSE,
-    FAR,
-    INFINITE,
-    Distances,
-    Layout,
-    Operands,
-    is_pair_of_blocks,
-    number,
-    power,
-    scale_field,
-)
+from pallas_kernels.triton_rank_tiles import Distances, Layout, Operands, power
 
 MAX_DIMENSION = 512
 MAX_PARTICLES = 1 << 20
-FIELDS = 8  # of a bracket, and of what all brackets share: powers of two
-LAUNCH, DIRECT, FIELD, FINITE, COARSE_U = range(5)
-DIGITS = 12  # bits of a count in each of its counters
 COPIES = 4  # counters that programs add to, so that they seldom meet
 
 
@@ -148,11 +138,11 @@ def order_statistics(x, ranks, *, interpret=False, search=None):
     if search.sample:
         kinds = [("start", True), ("next", True), ("turn", False), *kinds[1:]]
     operands, tally = rank_tiles.prepare(x, search.layout, cleared=_tally(search, len(ranks)))
-    state, counted = [], []
+    state, totals = [], []
     for kind, sampled in kinds:
-        out = _pass(search, ranks, kind, sampled, operands, state + counted, tally)
-        state, counted, tally = out[:3], out[3:5], out[5:]
-    values, keys = _finish(search, ranks, state + counted)
+        out = _pass(search, ranks, kind, sampled, operands, state + totals, tally)
+        state, totals, tally = out[:3], out[3:5], out[5:]
+    values, keys = _finish(search, ranks, state + totals)
     return Found(values, keys, state[0], operands)
 
 
@@ -194,10 +184,10 @@ def _pass(search, ranks, kind, sampled, operands, before, tally):
             walk = (i, split, splits, offsets)
             # A bracket of everything has no use for its ends.
             with_ends = search.ends and kind != "start"
-            counts, ends = _count(distances, walk, brackets, cuts, with_ends)
+            counts, ends = count_below(distances, walk, brackets, cuts, with_ends)
             copy = (i + split) % counts_ref.shape[0]
             for q in range(r):
-                part = _vector(counts[q * w : (q + 1) * w])
+                part = vector(counts[q * w : (q + 1) * w])
                 for limb in range(search.limbs):
                     value, rest = part, part
                     if limb < search.limbs - 1:
@@ -212,14 +202,14 @@ def _pass(search, ranks, kind, sampled, operands, before, tally):
                     plt.atomic_max(ends_ref, (copy, 0 * i + k), end)
 
         def work(common, brackets, thresholds):
-            _store(state_out, writes, common, brackets, thresholds)
+            store(state_out, writes, common, brackets, thresholds)
 
-            @pl.when(_any_open(brackets))
+            @pl.when(any_open(brackets))
             def _():
                 # One by one: a vector's elements are for threads, these for all of them.
                 places = jnp.arange(w)
                 cuts = [
-                    _cut(jnp.max(jnp.where(places == k, values, 0)))
+                    cut(jnp.max(jnp.where(places == k, values, 0)))
                     for values in thresholds
                     for k in range(w)
                 ]
@@ -237,20 +227,20 @@ def _pass(search, ranks, kind, sampled, operands, before, tally):
                     ref[(*at, pl.ds(0, ref.shape[-1]))] = jnp.zeros(ref.shape[-1:], ref.dtype)
 
         if kind == "start":
-            work(*_begin(search, ranks, sampled, operand_refs, 0 * i))
+            work(*begin(search, ranks, sampled, operand_refs, 0 * i))
             return
         # All loads first, so that they are under way together.
-        common, brackets = _load(search, before_refs, r)
-        counted = _counted(search, before_refs, r)
-        going = common[FINITE] > 0 if kind == "turn" else _any_open(brackets)
+        common, brackets = load(search, before_refs, r)
+        seen = counted(search, before_refs, r)
+        going = common[FINITE] > 0 if kind == "turn" else any_open(brackets)
 
         @pl.when(going)
         def _():
-            work(*_step(search, ranks, kind, sampled, common, brackets, counted))
+            work(*step(search, ranks, kind, sampled, common, brackets, seen))
 
         @pl.when(~going)
         def _():
-            _store(state_out, writes, common, brackets, ())
+            store(state_out, writes, common, brackets, ())
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(FIELDS,), (r, FIELDS), (r, w)]]
     name = program.__name__ = f"svgd_rank_{kind}" + ("_sample" if sampled else "")
@@ -274,10 +264,10 @@ def _finish(search, ranks, before):
 
     def program(*refs):
         before_refs, (values_ref, keys_ref) = refs[:5], refs[5:]
-        common, brackets = _load(search, before_refs, r)
-        tightened = _tightened(search, ranks, False, brackets, _counted(search, before_refs, r))
+        common, brackets = load(search, before_refs, r)
+        found = tightened(search, ranks, False, brackets, counted(search, before_refs, r))
         unit = power(254 - common[FIELD])  # the reciprocal of the scale
-        for q, bracket in enumerate(tightened):
+        for q, bracket in enumerate(found):
             keys_ref[q] = bracket.high
             value = from_u(bracket.high) * unit * unit
             values_ref[q] = jnp.where(common[FINITE] > 0, value, jnp.nan)
@@ -293,241 +283,3 @@ def _finish(search, ranks, before):
         interpret=search.layout.interpret,
         name=name,
     )(*before)
-
-
-# --- what every program does first ------------------------------------------------------------------
-
-
-def _begin(search, ranks, sampled, operand_refs, zero):
-    """common, brackets and thresholds from what `prepare` found."""
-    layout, w = search.layout, search.thresholds
-    _, extents_ref, moments_ref = operand_refs[:3]
-    padded = tiles.next_power_of_two(layout.blocks)
-    every = pl.ds(zero, padded)
-    inside = zero + jnp.arange(padded) < layout.blocks
-    extents = plt.load(extents_ref.at[every], mask=inside, other=0)
-    sums, squares, norms = (
-        plt.load(moments_ref.at[zero + k, every], mask=inside, other=0.0) for k in range(3)
-    )
-    extent = jnp.max(extents)
-    field = scale_field(extent)
-    factor = power(127 + field - scale_field(extents))
-    factor = factor * factor
-    count = layout.pairs_within(1)
-    mean = jnp.sum(sums * factor) * (1.0 / count)
-    variance = jnp.sum(squares * factor * factor) * (1.0 / count) - mean * mean
-    finite = extent < INFINITE
-    coarse = to_u(COARSE * jnp.max(norms * factor))
-    common = [zero, zero, field, finite.astype(jnp.int32), coarse]
-    brackets, thresholds = [], []
-    for rank in ranks:
-        total = search.sampled if sampled else search.total
-        whole = Bracket.whole(search.two_limbs, total, zero)
-        whole.high = jnp.where(finite, whole.high, 0)  # closed
-        brackets.append(whole)
-        found = first_thresholds((rank - 0.5) / search.total, w, mean, variance)
-        if not sampled and not layout.direct:
-            found = jnp.where(jnp.arange(w) == 0, coarse, found)
-        thresholds.append(found)
-    return common, brackets, thresholds
-
-
-def _step(search, ranks, kind, sampled, common, brackets, counted):
-    """common, brackets and thresholds after the launch before this one."""
-    layout, w = search.layout, search.thresholds
-    over_sample = sampled or kind == "turn"
-    brackets = _tightened(search, ranks, over_sample, brackets, counted)
-    launch, direct, field, finite, coarse = common
-    whole = Bracket.whole(search.two_limbs, search.total, 0 * launch)
-    if not (over_sample or layout.direct):
-        small = brackets[0].high <= coarse
-        for bracket in brackets[1:]:
-            small |= bracket.high <= coarse
-        again = small & (direct == 0)
-        direct = jnp.where(again, 1, direct)
-        brackets = [whole.where(again, bracket) for bracket in brackets]
-    full_passes_left = search.passes - (launch + 2) + (2 if search.sample else 0)
-    thresholds = []
-    for rank, bracket in zip(ranks, brackets, strict=True):
-        if kind == "turn":
-            found = bracket.thresholds(_sample_rank(search, rank), w, 30, search.sampled)
-            if not layout.direct:
-                found = jnp.where(jnp.arange(w) == 0, coarse, found)
-        elif sampled:
-            found = bracket.thresholds(_sample_rank(search, rank), w, 30)
-        else:
-            found = bracket.thresholds(rank, w, full_passes_left)
-        thresholds.append(found)
-    if kind == "turn":
-        brackets = [whole] * len(ranks)
-    return [launch + 1, direct, field, finite, coarse], brackets, thresholds
-
-
-def _sample_rank(search, rank):
-    return min(max(1, round(rank * search.sampled / search.total)), search.sampled)
-
-
-def _counted(search, before_refs, r):
-    """(thresholds, counts, ends) of each rank in the launch before this one, as `Bracket.tighten`
-    takes them."""
-    thresholds_ref, counts_ref, ends_ref = before_refs[2:]
-    every = pl.ds(0, search.thresholds)
-    copies = range(counts_ref.shape[0])
-    found = []
-    for q in range(r):
-        # Copy by copy: a sum over an axis would have to cross threads.
-        parts = [
-            sum(counts_ref[c, q, limb, every].astype(jnp.int32) for c in copies)
-            for limb in range(search.limbs)
-        ]
-        if search.two_limbs:
-            low, high = parts[0] & ((1 << DIGITS) - 1), (parts[0] >> DIGITS) + parts[1]
-            shift = LIMB - DIGITS
-            counts = high >> shift, low | ((high & ((1 << shift) - 1)) << DIGITS)
-            if search.limbs > 2:
-                counts = counts[0] + (parts[2] << (DIGITS - shift)), counts[1]
-        else:
-            counts = None, sum(part << (DIGITS * k) for k, part in enumerate(parts))
-        ends = None
-        if search.ends:
-            largest, smallest = (
-                functools.reduce(jnp.maximum, [ends_ref[c, 2 * q + side] for c in copies])
-                for side in (0, 1)
-            )
-            ends = largest > 0, NONE - smallest, largest - 1
-        found.append((thresholds_ref[q, every], counts, ends))
-    return found
-
-
-def _tightened(search, ranks, over_sample, brackets, counted):
-    return [
-        bracket.tighten(_sample_rank(search, rank) if over_sample else rank, *seen)
-        for rank, bracket, seen in zip(ranks, brackets, counted, strict=True)
-    ]
-
-
-def _any_open(brackets):
-    found = brackets[0].open()
-    for bracket in brackets[1:]:
-        found |= bracket.open()
-    return found
-
-
-def _load(search, before_refs, r):
-    common_ref, brackets_ref = before_refs[:2]
-    common = [common_ref[k] for k in range(COARSE_U + 1)]
-    fields = range(len(Bracket.FIELDS))
-    return common, [
-        Bracket(search.two_limbs, *(brackets_ref[q, k] for k in fields)) for q in range(r)
-    ]
-
-
-def _store(state_refs, writes, common, brackets, thresholds):
-    """By one program: all have the same. Thresholds that nobody will count are left out."""
-
-    @pl.when(writes)
-    def _():
-        common_ref, brackets_ref, thresholds_ref = state_refs
-        for k, value in enumerate(common):
-            common_ref[k] = value
-        for q, bracket in enumerate(brackets):
-            for k, value in enumerate(bracket.values()):
-                brackets_ref[q, k] = value
-        for q, values in enumerate(thresholds):
-            thresholds_ref[q, pl.ds(0, values.shape[0])] = values
-
-
-# --- the pass over the tiles ------------------------------------------------------------------------
-
-
-def _count(distances, walk, brackets, cuts, with_ends):
-    """(counts, one a cut; [] or the ends, largest + 1 and NONE - smallest inside each bracket)."""
-    layout = distances.layout
-    i, split, splits, offsets = walk
-    size, turns = layout.size, -(-offsets // splits)
-    # The axis along which a thread holds most of its elements: sums along it cross few threads.
-    axis = 0 if distances.direct else 1
-    left = distances.block(i)
-    lowest, beyond = [], []
-    if with_ends:
-        lowest = [jnp.where(b.low < 0, -FAR, from_u(b.low + 1)) for b in brackets]
-        beyond = [from_u(b.high + 1) for b in brackets]
-
-    def turn(t, carry):
-        counts, largest, smallest = carry
-        offset = split + t * splits
-        visited = (offset < offsets) & is_pair_of_blocks(layout, i, offset)
-        rows, inside, far, *rest = distances.block((i + offset) % layout.blocks)
-        right = (rows, inside, jnp.where(visited, far, FAR), *rest)
-        distance = distances.tile(left, right, offset)
-        counts = [
-            count + jnp.sum(_below(distance, cut, layout.interpret), axis=axis)
-            for count, cut in zip(counts, cuts, strict=True)
-        ]
-        largest = [
-            jnp.maximum(found, jnp.max(jnp.where(distance < high, distance, -FAR), axis=axis))
-            for found, high in zip(largest, beyond, strict=True)
-        ]
-        smallest = [
-            jnp.minimum(found, jnp.min(jnp.where(distance >= low, distance, FAR), axis=axis))
-            for found, low in zip(smallest, lowest, strict=True)
-        ]
-        return counts, largest, smallest
-
-    def rows_of(value):
-        return jnp.full((size,), value, jnp.float32)
-
-    carry = (
-        [rows_of(0.0) for _ in cuts],
-        [rows_of(-FAR) for _ in beyond],
-        [rows_of(FAR) for _ in lowest],
-    )
-    carry = turn(0 * i, carry) if turns == 1 else lax.fori_loop(0, turns, turn, carry)
-    counts, largest, smallest = carry
-    ends = []
-    for top, bottom in zip(largest, smallest, strict=True):
-        top, bottom = jnp.max(top), jnp.min(bottom)
-        ends += [jnp.where(top == -FAR, 0, to_u(top) + 1), NONE - to_u(bottom)]
-    counts = [count.astype(jnp.int32) for count in counts]
-    if turns * size * size >= 1 << 15:
-        return [jnp.sum(count) for count in counts], ends
-    # Two in one sum: sums over all threads are what remains to do for few tiles.
-    totals = []
-    for one, other in zip(counts[::2], counts[1::2], strict=True):
-        total = jnp.sum(one | (other << 16))
-        totals += [total & 0xFFFF, total >> 16]
-    return totals, ends
-
-
-def _vector(scalars):
-    places = jnp.arange(len(scalars))
-    found = jnp.zeros((len(scalars),), jnp.int32)
-    for k, value in enumerate(scalars):
-        found = jnp.where(places == k, value, found)
-    return found
-
-
-def _cut(u):
-    """(bound, bound 2^a, -2^a) where distance < bound just when its integer is <= u, and 2^a units
-    fill a step."""
-    bound = from_u(u + 1)
-    pattern = rank_tiles.bits(bound)
-    return (
-        bound,
-        number((pattern & 0x7FFFFF) | (151 << 23)),
-        -number((278 - (pattern >> 23)) << 23),
-    )
-
-
-def _below(distance, cut, interpret):
-    """1.0 where the distance is below the bound, else 0.0.
-
-    (bound - distance) 2^a is 1 or more for every float below the bound, so saturated to [0, 1] it
-    is the answer: one instruction of the multiply-add units, where a comparison takes two of units
-    half as many.
-    """
-    bound, scaled, factor = cut
-    if interpret:
-        return jnp.where(distance < bound, 1.0, 0.0)
-    arguments = jnp.broadcast_arrays(distance, factor, scaled)
-    return pairs._instruction("fma.rn.sat.f32", *arguments)

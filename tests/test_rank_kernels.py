@@ -11,6 +11,7 @@ from jax import lax
 from jsvgd import compiled_statistic, median_bandwidth
 from pallas_kernels import triton_rank, triton_rank_bracket, triton_ties
 from pallas_kernels.triton_rank_bracket import NONE, TOP, Bracket
+from pallas_kernels.triton_rank_state import DIRECT, LAUNCH
 from tests.problems import relative_error, wide
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -83,7 +84,7 @@ def check(x, ranks, search):
     for q, rank in enumerate(ranks):
         # By differences where distances are small beside the extent, so relative errors stay small.
         error = abs(float(found.values[q]) - exact[rank - 1])
-        coarse = 1e-6 if d <= 8 or found.common[triton_rank.DIRECT] else 5e-6
+        coarse = 1e-6 if d <= 8 or found.common[DIRECT] else 5e-6
         assert error <= coarse * exact[rank - 1] + 1e-15 * extent + 1e-37, (
             q,
             error,
@@ -174,7 +175,7 @@ def test_typical_particles_need_few_passes():
     found, *_ = compiled(small_search(150, 70, sample=2, splits=1), (median_rank(150),) * 1)(
         cloud("normal", 150, 70)
     )
-    launches = int(found.common[triton_rank.LAUNCH]) + 1
+    launches = int(found.common[LAUNCH]) + 1
     assert 3 <= launches <= 7  # two over the sample; 8 thresholds a pass
 
 

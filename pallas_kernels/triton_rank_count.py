@@ -1,0 +1,101 @@
+"""One program's part of a pass: how many distances of its tiles lie at or below each threshold."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import triton_pairs as pairs
+from pallas_kernels.triton_rank_bracket import NONE, from_u, to_u
+from pallas_kernels.triton_rank_tiles import FAR, bits, is_pair_of_blocks, number
+
+
+def count_below(distances, walk, brackets, cuts, with_ends):
+    """(counts, one a cut; [] or the ends, largest + 1 and NONE - smallest inside each bracket)."""
+    layout = distances.layout
+    i, split, splits, offsets = walk
+    size, turns = layout.size, -(-offsets // splits)
+    # The axis along which a thread holds most of its elements: sums along it cross few threads.
+    axis = 0 if distances.direct else 1
+    left = distances.block(i)
+    lowest, beyond = [], []
+    if with_ends:
+        lowest = [jnp.where(b.low < 0, -FAR, from_u(b.low + 1)) for b in brackets]
+        beyond = [from_u(b.high + 1) for b in brackets]
+
+    def turn(t, carry):
+        counts, largest, smallest = carry
+        offset = split + t * splits
+        visited = (offset < offsets) & is_pair_of_blocks(layout, i, offset)
+        rows, inside, far, *rest = distances.block((i + offset) % layout.blocks)
+        right = (rows, inside, jnp.where(visited, far, FAR), *rest)
+        distance = distances.tile(left, right, offset)
+        counts = [
+            count + jnp.sum(_below(distance, cut, layout.interpret), axis=axis)
+            for count, cut in zip(counts, cuts, strict=True)
+        ]
+        largest = [
+            jnp.maximum(found, jnp.max(jnp.where(distance < high, distance, -FAR), axis=axis))
+            for found, high in zip(largest, beyond, strict=True)
+        ]
+        smallest = [
+            jnp.minimum(found, jnp.min(jnp.where(distance >= low, distance, FAR), axis=axis))
+            for found, low in zip(smallest, lowest, strict=True)
+        ]
+        return counts, largest, smallest
+
+    def rows_of(value):
+        return jnp.full((size,), value, jnp.float32)
+
+    carry = (
+        [rows_of(0.0) for _ in cuts],
+        [rows_of(-FAR) for _ in beyond],
+        [rows_of(FAR) for _ in lowest],
+    )
+    carry = turn(0 * i, carry) if turns == 1 else lax.fori_loop(0, turns, turn, carry)
+    counts, largest, smallest = carry
+    ends = []
+    for top, bottom in zip(largest, smallest, strict=True):
+        top, bottom = jnp.max(top), jnp.min(bottom)
+        ends += [jnp.where(top == -FAR, 0, to_u(top) + 1), NONE - to_u(bottom)]
+    counts = [count.astype(jnp.int32) for count in counts]
+    if turns * size * size >= 1 << 15:
+        return [jnp.sum(count) for count in counts], ends
+    # Two in one sum: sums over all threads are what remains to do for few tiles.
+    totals = []
+    for one, other in zip(counts[::2], counts[1::2], strict=True):
+        total = jnp.sum(one | (other << 16))
+        totals += [total & 0xFFFF, total >> 16]
+    return totals, ends
+
+
+def vector(scalars):
+    places = jnp.arange(len(scalars))
+    found = jnp.zeros((len(scalars),), jnp.int32)
+    for k, value in enumerate(scalars):
+        found = jnp.where(places == k, value, found)
+    return found
+
+
+def cut(u):
+    """(bound, bound 2^a, -2^a) where distance < bound just when its integer is <= u, and 2^a units
+    fill a step."""
+    bound = from_u(u + 1)
+    pattern = bits(bound)
+    return (
+        bound,
+        number((pattern & 0x7FFFFF) | (151 << 23)),
+        -number((278 - (pattern >> 23)) << 23),
+    )
+
+
+def _below(distance, cut, interpret):
+    """1.0 where the distance is below the bound, else 0.0.
+
+    (bound - distance) 2^a is 1 or more for every float below the bound, so saturated to [0, 1] it
+    is the answer: one instruction of the multiply-add units, where a comparison takes two of units
+    half as many.
+    """
+    bound, scaled, factor = cut
+    if interpret:
+        return jnp.where(distance < bound, 1.0, 0.0)
+    arguments = jnp.broadcast_arrays(distance, factor, scaled)
+    return pairs._instruction("fma.rn.sat.f32", *arguments)

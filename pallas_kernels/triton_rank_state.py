@@ -1,0 +1,158 @@
+"""The state of a rank search between launches: read, moved on and written by every program of a launch.
+
+`common` is a list of integers at the places below; beside it a `Bracket` and W thresholds a rank.
+`search` is a `triton_rank.Search`.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import triton_tiles as tiles
+from pallas_kernels.triton_rank_bracket import LIMB, NONE, Bracket, first_thresholds, to_u
+from pallas_kernels.triton_rank_tiles import COARSE, INFINITE, power, scale_field
+
+LAUNCH, DIRECT, FIELD, FINITE, COARSE_U = range(5)
+FIELDS = 8  # of a bracket, and of what all brackets share: powers of two
+DIGITS = 12  # bits of a count in each of its counters
+
+
+def begin(search, ranks, sampled, operand_refs, zero):
+    """common, brackets and thresholds from what `prepare` found."""
+    layout, w = search.layout, search.thresholds
+    _, extents_ref, moments_ref = operand_refs[:3]
+    padded = tiles.next_power_of_two(layout.blocks)
+    every = pl.ds(zero, padded)
+    inside = zero + jnp.arange(padded) < layout.blocks
+    extents = plt.load(extents_ref.at[every], mask=inside, other=0)
+    sums, squares, norms = (
+        plt.load(moments_ref.at[zero + k, every], mask=inside, other=0.0) for k in range(3)
+    )
+    extent = jnp.max(extents)
+    field = scale_field(extent)
+    factor = power(127 + field - scale_field(extents))
+    factor = factor * factor
+    count = layout.pairs_within(1)
+    mean = jnp.sum(sums * factor) * (1.0 / count)
+    variance = jnp.sum(squares * factor * factor) * (1.0 / count) - mean * mean
+    finite = extent < INFINITE
+    coarse = to_u(COARSE * jnp.max(norms * factor))
+    common = [zero, zero, field, finite.astype(jnp.int32), coarse]
+    brackets, thresholds = [], []
+    for rank in ranks:
+        total = search.sampled if sampled else search.total
+        whole = Bracket.whole(search.two_limbs, total, zero)
+        whole.high = jnp.where(finite, whole.high, 0)  # closed
+        brackets.append(whole)
+        found = first_thresholds((rank - 0.5) / search.total, w, mean, variance)
+        if not sampled and not layout.direct:
+            found = jnp.where(jnp.arange(w) == 0, coarse, found)
+        thresholds.append(found)
+    return common, brackets, thresholds
+
+
+def step(search, ranks, kind, sampled, common, brackets, seen):
+    """common, brackets and thresholds after the launch before this one."""
+    layout, w = search.layout, search.thresholds
+    over_sample = sampled or kind == "turn"
+    brackets = tightened(search, ranks, over_sample, brackets, seen)
+    launch, direct, field, finite, coarse = common
+    whole = Bracket.whole(search.two_limbs, search.total, 0 * launch)
+    if not (over_sample or layout.direct):
+        small = brackets[0].high <= coarse
+        for bracket in brackets[1:]:
+            small |= bracket.high <= coarse
+        again = small & (direct == 0)
+        direct = jnp.where(again, 1, direct)
+        brackets = [whole.where(again, bracket) for bracket in brackets]
+    full_passes_left = search.passes - (launch + 2) + (2 if search.sample else 0)
+    thresholds = []
+    for rank, bracket in zip(ranks, brackets, strict=True):
+        if kind == "turn":
+            found = bracket.thresholds(_sample_rank(search, rank), w, 30, search.sampled)
+            if not layout.direct:
+                found = jnp.where(jnp.arange(w) == 0, coarse, found)
+        elif sampled:
+            found = bracket.thresholds(_sample_rank(search, rank), w, 30)
+        else:
+            found = bracket.thresholds(rank, w, full_passes_left)
+        thresholds.append(found)
+    if kind == "turn":
+        brackets = [whole] * len(ranks)
+    return [launch + 1, direct, field, finite, coarse], brackets, thresholds
+
+
+def _sample_rank(search, rank):
+    return min(max(1, round(rank * search.sampled / search.total)), search.sampled)
+
+
+def counted(search, before_refs, r):
+    """(thresholds, counts, ends) of each rank in the launch before this one, as `Bracket.tighten`
+    takes them."""
+    thresholds_ref, counts_ref, ends_ref = before_refs[2:]
+    every = pl.ds(0, search.thresholds)
+    copies = range(counts_ref.shape[0])
+    found = []
+    for q in range(r):
+        # Copy by copy: a sum over an axis would have to cross threads.
+        parts = [
+            sum(counts_ref[c, q, limb, every].astype(jnp.int32) for c in copies)
+            for limb in range(search.limbs)
+        ]
+        if search.two_limbs:
+            low, high = parts[0] & ((1 << DIGITS) - 1), (parts[0] >> DIGITS) + parts[1]
+            shift = LIMB - DIGITS
+            counts = high >> shift, low | ((high & ((1 << shift) - 1)) << DIGITS)
+            if search.limbs > 2:
+                counts = counts[0] + (parts[2] << (DIGITS - shift)), counts[1]
+        else:
+            counts = None, sum(part << (DIGITS * k) for k, part in enumerate(parts))
+        ends = None
+        if search.ends:
+            largest, smallest = (
+                functools.reduce(jnp.maximum, [ends_ref[c, 2 * q + side] for c in copies])
+                for side in (0, 1)
+            )
+            ends = largest > 0, NONE - smallest, largest - 1
+        found.append((thresholds_ref[q, every], counts, ends))
+    return found
+
+
+def tightened(search, ranks, over_sample, brackets, seen):
+    return [
+        bracket.tighten(_sample_rank(search, rank) if over_sample else rank, *one)
+        for rank, bracket, one in zip(ranks, brackets, seen, strict=True)
+    ]
+
+
+def any_open(brackets):
+    found = brackets[0].open()
+    for bracket in brackets[1:]:
+        found |= bracket.open()
+    return found
+
+
+def load(search, before_refs, r):
+    common_ref, brackets_ref = before_refs[:2]
+    common = [common_ref[k] for k in range(COARSE_U + 1)]
+    fields = range(len(Bracket.FIELDS))
+    return common, [
+        Bracket(search.two_limbs, *(brackets_ref[q, k] for k in fields)) for q in range(r)
+    ]
+
+
+def store(state_refs, writes, common, brackets, thresholds):
+    """By one program: all have the same. Thresholds that nobody will count are left out."""
+
+    @pl.when(writes)
+    def _():
+        common_ref, brackets_ref, thresholds_ref = state_refs
+        for k, value in enumerate(common):
+            common_ref[k] = value
+        for q, bracket in enumerate(brackets):
+            for k, value in enumerate(bracket.values()):
+                brackets_ref[q, k] = value
+        for q, values in enumerate(thresholds):
+            thresholds_ref[q, pl.ds(0, values.shape[0])] = values
