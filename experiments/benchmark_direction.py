@@ -130,9 +130,14 @@ def relative(value, exact):
     return float(np.linalg.norm(value - exact) / np.linalg.norm(exact))
 
 
+def chosen_implementation(work, n, d):
+    """What makes the direction, or the gradient."""
+    return jsvgd.which_implementation(n, d, gradient=work == "gradient").implementation
+
+
 def candidates(work, chains, n, d):
     """name -> direction: jsvgd's own choice, its other implementations, and XLA without a library."""
-    chosen = jsvgd.which_implementation(n, d).implementation
+    chosen = chosen_implementation(work, n, d)
     named = {"jsvgd": library(chains)}
     for other in ("mosaic_gpu", "triton"):
         takes, _ = dispatch.supports(
@@ -232,7 +237,7 @@ def main():
         floor = floor_milliseconds(work, chains, n, d) if work != "step" else None
 
         def report(name, **figures):
-            choice = jsvgd.which_implementation(n, d).implementation if name == "jsvgd" else None
+            choice = chosen_implementation(work, n, d) if name == "jsvgd" else None
             row = {"work": work, "chains": chains, "n": n, "d": d, "name": name, "floor": floor}
             rows.append({**row, "implementation": choice, **figures})
             (options.output / "benchmark_direction.json").write_text(json.dumps(header, indent=1))

@@ -14,8 +14,8 @@ import importlib
 import jax
 import jax.numpy as jnp
 
-from jsvgd import streamed
-from jsvgd.coordinates import FAR, FAR_BACKWARD, Raw, is_beyond, standardise
+from jsvgd import coordinates, streamed
+from jsvgd.coordinates import FAR, Raw, is_beyond, standardise
 from jsvgd.dispatch import in_gram_regime, is_small, kernel_name
 
 __all__ = ["backward", "forward"]
@@ -77,10 +77,12 @@ def _by_weights(implementation, raw, step_size, kernel, precision):
     interpreted = _interpreted(implementation)
     few, apart = _kernels("triton_gram"), _kernels("triton_apart")
     x = raw.particles
-    # Any particle serves as the centre: phi does not depend on it, and none costs a pass over x.
+    # Any particle serves as the centre: phi does not depend on it, and none costs a pass over x. A stray
+    # one makes all the others far.
     gram = few.gram(x, x[0], raw.scale, precision=precision, **interpreted)
     norms = jnp.diagonal(gram)
-    far = ~(0.5 * jnp.max(norms) <= FAR)
+    limit = FAR if precision == "highest" else coordinates.FAR_COARSE
+    far = ~(0.5 * jnp.max(norms) <= limit)
     u = jnp.maximum(0.5 * (norms[:, None] + norms[None, :]) - gram, 0.0)
     u = apart.half_squared_distances(u, far, x, raw.scale, **interpreted)
     weights, slopes = kernel.profile(u), kernel.slope(u)
@@ -114,9 +116,11 @@ def backward(
     dz, ds, exchange = _kernels(f"{_family(implementation)}_backward").backward(
         z, scores, drift, cotangent, kernel=name, precision=precision, **interpreted
     )
+    coarse = precision != "highest"
+    limit = coordinates.FAR_BACKWARD_COARSE if coarse else coordinates.FAR_BACKWARD
     dz, ds, d_drift, d_log_scale = _kernels("triton_apart").backward(
         (dz, ds, z * exchange, z * dz),
-        is_beyond(FAR_BACKWARD, near),
+        is_beyond(limit, near),
         *raw[1:],
         cotangent,
         kernel=name,

@@ -40,6 +40,7 @@ def which_implementation(
     kernel="rbf",
     precision: str = "high",
     platform: str | None = None,
+    gradient: bool = False,
 ) -> Choice:
     """What ``svgd_direction`` would run for these shapes with ``implementation=None``.
 
@@ -51,6 +52,7 @@ def which_implementation(
       kernel: as in ``svgd_direction``.
       precision: "highest", "high" or "default".
       platform: "cpu", "gpu" or "tpu"; JAX's default backend where absent.
+      gradient: whether the question is what makes the gradient.
 
     Returns:
       ``Choice(implementation, reason)``; for a sum of kernels, that of its radial terms.
@@ -82,6 +84,7 @@ def which_implementation(
         kernel=radial[0],
         precision=precision,
         platform=platform or jax.default_backend(),
+        backward=gradient,
     )
 
 

@@ -126,11 +126,11 @@ def half_squared_distances(u, far, x, scale, *, interpret=False):
                 return total + _half_squared(difference)
 
             zero = jnp.zeros((columns,), jnp.float32)
-            total = lax.fori_loop(0, -(-d // CHUNK), along, zero)
+            total = _loop(-(-d // CHUNK), along, zero)
             plt.store(out_refs[0].at[i, at], total, mask=inside)
             return 0
 
-        lax.fori_loop(0, -(-n // columns), across, 0)
+        _loop(-(-n // columns), across, 0)
 
     return _overwrite(row, [u], far, [x, scale], n, "svgd_apart_distances", interpret)[0]
 
@@ -203,7 +203,12 @@ def _walk(n, width, tile, start):
     """tile(columns, inside, carry) over all n particles."""
     size = min(TILE // width, max(16, tiles.next_power_of_two(n)))
     step = lambda t, carry: tile(*_columns(t, size, n), carry)
-    return lax.fori_loop(0, -(-n // size), step, start)
+    return _loop(-(-n // size), step, start)
+
+
+def _loop(turns, body, start):
+    """A loop whose counter has the type of a program's number, x64 or not: they index together."""
+    return lax.fori_loop(0, turns, lambda t, carry: body(t.astype(jnp.int32), carry), start)
 
 
 def _half_squared(difference):
@@ -239,7 +244,7 @@ def _overwrite(row, outputs, far, arrays, rows, name, interpret):
                 row(jnp.minimum(first + k * programs, rows - 1), given, out_refs)
                 return 0
 
-            lax.fori_loop(0, -(-rows // programs), turn, 0)
+            _loop(-(-rows // programs), turn, 0)
 
     program.__name__ = name
     return pl.pallas_call(

@@ -162,5 +162,6 @@ def _program(
     at = (split, pl.ds(i * choice.bm, choice.bm), dimensions)
     plt.store(out_ref.at[at], phi, mask=(rows < m)[:, None] & inside_d[None, :])
     bound = 2.0 * limit * root * root
-    far = (jnp.max(reach) > bound) | (jnp.max(q_norm) > bound)
+    # Not within the bound, rather than beyond it: a NaN must not hide a particle that is far.
+    far = ~((jnp.max(reach) <= bound) & (jnp.max(q_norm) <= bound))
     flag_ref[0, 0] = far.astype(jnp.int32)

@@ -19,8 +19,9 @@ Measured by ``python -m experiments.check_triton --tune`` on one H200 with JAX 0
     backward rbf  65536 x 4    direct 4 rows a thread, 4 warps 8.5; 2 rows 8.8; 8 warps 10.5; dot 9.8 to 11.9
                   16384 x 64   64 x 32, 2 stages 1.33; 1 stage 1.52; 3 stages 1.89; 64 x 64 1.8; 128 x 32 1.7
 
-Choices for imq, for d above 64 and for "highest" and "default" were proved right there and are taken from the
-compiler's register and shared-memory report, not from timings; d above 128 has only been compiled.
+The lines of "small" were timed once, with `choice=`, apart from that script. Choices for imq, for d above 64
+and for "highest" and "default" were proved right there and are taken from the compiler's register and
+shared-memory report, not from timings.
 """
 
 import dataclasses
