@@ -271,6 +271,8 @@ def test_choice(monkeypatch):
         return compiled_statistic.choose(n, d, dtype=dtype, platform=platform)
 
     monkeypatch.setattr("jsvgd.dispatch._compute_capability", lambda: 9.0)
+    assert choice().implementation == "xla" and "has not run" in choice().reason
+    monkeypatch.setattr(compiled_statistic, "PROVED", True)
     assert choice().implementation == "triton"
     for other, why in [
         (choice(platform="cpu"), "do not run on cpu"),
