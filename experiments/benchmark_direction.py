@@ -258,6 +258,9 @@ def main():
     (options.output / "benchmark_direction.json").write_text(json.dumps(header, indent=1))
     picture(rows, options.output / "benchmark_direction.png")
     print(f"{header['device']}, JAX {header['jax']}: written to {options.output}")
+    failed = [row for row in rows if row["name"] == "failed"]
+    if failed:
+        raise SystemExit(f"{len(failed)} cases failed: their rows say why")
 
 
 if __name__ == "__main__":

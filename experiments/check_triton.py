@@ -347,6 +347,7 @@ def main():
         elif "ok" not in x:
             print(f"{x['case'][:86]:86} {e[:60]}")
     print("failed checks:", failed or "none")
+    raise SystemExit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from pallas_kernels import triton_tiles as tiles
 PROGRAMS = 4 * tiles.MULTIPROCESSORS  # few, so that a launch with nothing to do is over at once
 ROWS = 16  # a program, at least: under vmap there are as many programs for every problem
 TILE = 4096  # elements of a (columns, dimensions) tile: 32 a thread
-LARGEST = 256  # dimensions up to which a program holds whole rows
-CHUNK = 128  # dimensions it holds otherwise
+CHUNK = 128  # dimensions a program holds where it does not hold whole rows
 
 
 def forward(phi, far, q, x, s, scale, c, *, kernel, base=None, step=None, interpret=False):
