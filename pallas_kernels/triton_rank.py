@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import triton_rank_tiles as rank_tiles
 from pallas_kernels import triton_tiles as tiles
 from pallas_kernels.triton_rank_bracket import from_u, passes
-from pallas_kernels.triton_rank_count import count_below, cut, vector
+from pallas_kernels.triton_rank_count import count_below
 from pallas_kernels.triton_rank_state import (
     DIGITS,
     DIRECT,
@@ -111,7 +111,7 @@ def plan(n, d, interpret=False):
     others. Many: as many programs as run at once, since each makes the thresholds anew.
     """
     if n <= 2048:
-        size, warps, thresholds, sample, programs, ends = 32, 1, 32, 0, 5, True
+        size, warps, thresholds, sample, programs, ends = 32, 1, 64, 0, 5, True
     elif n <= 8192:
         size, warps, thresholds, sample, programs, ends = 64, 4, 16, 4, 2, True
     else:
@@ -179,15 +179,14 @@ def _pass(search, ranks, kind, sampled, operands, before, tally):
         i, split = pl.program_id(0), pl.program_id(1)
         writes = (i == 0) & (split == 0)
 
-        def count(common, brackets, cuts, direct):
+        def count(common, brackets, thresholds, direct):
             distances = Distances(layout, operand_refs, common[FIELD], direct)
             walk = (i, split, splits, offsets)
             # A bracket of everything has no use for its ends.
             with_ends = search.ends and kind != "start"
-            counts, ends = count_below(distances, walk, brackets, cuts, with_ends)
+            counts, ends = count_below(distances, walk, brackets, thresholds, with_ends)
             copy = (i + split) % counts_ref.shape[0]
-            for q in range(r):
-                part = vector(counts[q * w : (q + 1) * w])
+            for q, part in enumerate(counts):
                 for limb in range(search.limbs):
                     value, rest = part, part
                     if limb < search.limbs - 1:
@@ -206,18 +205,11 @@ def _pass(search, ranks, kind, sampled, operands, before, tally):
 
             @pl.when(any_open(brackets))
             def _():
-                # One by one: a vector's elements are for threads, these for all of them.
-                places = jnp.arange(w)
-                cuts = [
-                    cut(jnp.max(jnp.where(places == k, values, 0)))
-                    for values in thresholds
-                    for k in range(w)
-                ]
                 if layout.direct:
-                    count(common, brackets, cuts, True)
+                    count(common, brackets, thresholds, True)
                     return
-                pl.when(common[DIRECT] > 0)(lambda: count(common, brackets, cuts, True))
-                pl.when(common[DIRECT] == 0)(lambda: count(common, brackets, cuts, False))
+                pl.when(common[DIRECT] > 0)(lambda: count(common, brackets, thresholds, True))
+                pl.when(common[DIRECT] == 0)(lambda: count(common, brackets, thresholds, False))
 
         @pl.when(writes)
         def _():

@@ -8,14 +8,19 @@ from pallas_kernels.triton_rank_bracket import NONE, from_u, to_u
 from pallas_kernels.triton_rank_tiles import FAR, bits, is_pair_of_blocks, number
 
 
-def count_below(distances, walk, brackets, cuts, with_ends):
-    """(counts, one a cut; [] or the ends, largest + 1 and NONE - smallest inside each bracket)."""
+def count_below(distances, walk, brackets, thresholds, with_ends):
+    """(counts, (W,) int32 a rank; [] or the ends, largest + 1 and NONE - smallest inside each bracket).
+
+    Args:
+      distances: `Distances`. walk: (block, first offset, stride, offsets). thresholds: (W,) int32 a rank.
+    """
     layout = distances.layout
     i, split, splits, offsets = walk
     size, turns = layout.size, -(-offsets // splits)
     # The axis along which a thread holds most of its elements: sums along it cross few threads.
     axis = 0 if distances.direct else 1
     left = distances.block(i)
+    counter = (_OneByOne if layout.warps == 1 else _AllAtOnce)(layout, axis, thresholds, turns)
     lowest, beyond = [], []
     if with_ends:
         lowest = [jnp.where(b.low < 0, -FAR, from_u(b.low + 1)) for b in brackets]
@@ -28,10 +33,7 @@ def count_below(distances, walk, brackets, cuts, with_ends):
         rows, inside, far, *rest = distances.block((i + offset) % layout.blocks)
         right = (rows, inside, jnp.where(visited, far, FAR), *rest)
         distance = distances.tile(left, right, offset)
-        counts = [
-            count + jnp.sum(_below(distance, cut, layout.interpret), axis=axis)
-            for count, cut in zip(counts, cuts, strict=True)
-        ]
+        counts = counter.add(distance, counts)
         largest = [
             jnp.maximum(found, jnp.max(jnp.where(distance < high, distance, -FAR), axis=axis))
             for found, high in zip(largest, beyond, strict=True)
@@ -45,29 +47,93 @@ def count_below(distances, walk, brackets, cuts, with_ends):
     def rows_of(value):
         return jnp.full((size,), value, jnp.float32)
 
-    carry = (
-        [rows_of(0.0) for _ in cuts],
-        [rows_of(-FAR) for _ in beyond],
-        [rows_of(FAR) for _ in lowest],
-    )
+    carry = counter.zeros(), [rows_of(-FAR) for _ in beyond], [rows_of(FAR) for _ in lowest]
     carry = turn(0 * i, carry) if turns == 1 else lax.fori_loop(0, turns, turn, carry)
     counts, largest, smallest = carry
     ends = []
     for top, bottom in zip(largest, smallest, strict=True):
         top, bottom = jnp.max(top), jnp.min(bottom)
         ends += [jnp.where(top == -FAR, 0, to_u(top) + 1), NONE - to_u(bottom)]
-    counts = [count.astype(jnp.int32) for count in counts]
-    if turns * size * size >= 1 << 15:
-        return [jnp.sum(count) for count in counts], ends
-    # Two in one sum: sums over all threads are what remains to do for few tiles.
-    totals = []
-    for one, other in zip(counts[::2], counts[1::2], strict=True):
-        total = jnp.sum(one | (other << 16))
-        totals += [total & 0xFFFF, total >> 16]
-    return totals, ends
+    return counter.totals(counts), ends
 
 
-def vector(scalars):
+class _OneByOne:
+    """Counts a tile threshold by threshold, in a loop: few particles visit few tiles, and code that runs
+    once takes longer to fetch than to run. One warp adds up without waiting for others."""
+
+    def __init__(self, layout, axis, thresholds, turns):
+        self.layout, self.axis, self.thresholds = layout, axis, thresholds
+        self.places = jnp.arange(thresholds[0].shape[0])
+        # Two thresholds share a sum, which float32 holds.
+        self.base = 2 * layout.size**2
+        assert self.base * layout.size**2 < 1 << 24
+
+    def zeros(self):
+        return [jnp.zeros(values.shape, jnp.int32) for values in self.thresholds]
+
+    def add(self, distance, counts):
+        def two(k, counts):
+            added = []
+            for values, found in zip(self.thresholds, counts, strict=True):
+                first, second = (
+                    _below(distance, cut(_element(values, 2 * k + m)), self.layout.interpret)
+                    for m in (0, 1)
+                )
+                both = pairs.fma(
+                    second,
+                    jnp.full((1, 1), self.base, jnp.float32),
+                    first,
+                    self.layout.interpret,
+                )
+                total = jnp.sum(jnp.sum(both, axis=self.axis), axis=0).astype(jnp.int32)
+                part = jnp.where(self.places & 1 == 0, total & (self.base - 1), total // self.base)
+                added.append(found + jnp.where(self.places >> 1 == k, part, 0))
+            return added
+
+        return lax.fori_loop(0, self.places.shape[0] // 2, two, counts)
+
+    def totals(self, counts):
+        return counts
+
+
+class _AllAtOnce:
+    """Counts a tile for all thresholds, a row's counts in a row's threads until the last tile."""
+
+    def __init__(self, layout, axis, thresholds, turns):
+        self.layout, self.axis = layout, axis
+        self.count = thresholds[0].shape[0]
+        self.few = turns * layout.size**2 < 1 << 15
+        # A vector's elements are for threads, these for all of them.
+        self.cuts = [cut(_element(v, k)) for v in thresholds for k in range(self.count)]
+
+    def zeros(self):
+        return [jnp.zeros((self.layout.size,), jnp.float32) for _ in self.cuts]
+
+    def add(self, distance, counts):
+        return [
+            count + jnp.sum(_below(distance, cut, self.layout.interpret), axis=self.axis)
+            for count, cut in zip(counts, self.cuts, strict=True)
+        ]
+
+    def totals(self, counts):
+        counts = [count.astype(jnp.int32) for count in counts]
+        if self.few:
+            # Two in one sum: sums over all threads are what remains to do for few tiles.
+            totals = []
+            for one, other in zip(counts[::2], counts[1::2], strict=True):
+                total = jnp.sum(one | (other << 16))
+                totals += [total & 0xFFFF, total >> 16]
+        else:
+            totals = [jnp.sum(count) for count in counts]
+        return [_vector(totals[q : q + self.count]) for q in range(0, len(totals), self.count)]
+
+
+def _element(values, k):
+    """Element k of a vector of integers that are not negative, as a scalar."""
+    return jnp.max(jnp.where(jnp.arange(values.shape[0]) == k, values, 0))
+
+
+def _vector(scalars):
     places = jnp.arange(len(scalars))
     found = jnp.zeros((len(scalars),), jnp.int32)
     for k, value in enumerate(scalars):

@@ -50,50 +50,44 @@ def laplacian(found, v, *, interpret=False, search=None):
             mask = (rows < n)[:, None] & inside_d[None, :]
             return plt.load(v_ref.at[pl.ds(j * size, size), dimensions], mask=mask, other=0.0)
 
-        def meet(distances, own, offset, sums, as_left):
-            """Adds one tile in which block i is the left block, or the right one."""
-            j = (i + offset) % blocks if as_left else (i + blocks - offset) % blocks
-            visited = is_pair_of_blocks(layout, i if as_left else j, offset)
-            rows, inside, far, *rest = distances.block(j)
-            other = (rows, inside, jnp.where(visited, far, FAR), *rest)
-            pair = (own, other) if as_left else (other, own)
-            distance = distances.tile(*pair, offset)
-            key = jnp.where(distance < FAR, to_u(distance), NONE)
-            axis = 1 if as_left else 0
-            new = []
-            for q in range(r):
-                tied = jnp.where(key == keys[q], 1.0, 0.0)
-
-                def add(old, tied=tied):
-                    total, degrees = old
-                    a = tied.astype(jnp.bfloat16)
-                    for part in _parts(rows_of(j)):
-                        total += lax.dot_general(
-                            a,
-                            part,
-                            (((axis,), (0,)), ((), ())),
-                            precision=lax.Precision.DEFAULT,
-                            preferred_element_type=jnp.float32,
-                        )
-                    return total, degrees + jnp.sum(tied, axis=axis)
-
-                any_tied = jnp.max(jnp.max(tied, axis=axis)) > 0
-                new.append(lax.cond(any_tied, add, lambda old: old, sums[q]))
-            return new
-
         def run(direct):
             distances = Distances(layout, operand_refs, common_ref[FIELD], direct)
-            own = distances.block(i)
+            count = (layout.offsets - split + splits - 1) // splits
+
+            def turn(t, sums):
+                """Adds one tile in which block i is the left block, or the right one."""
+                # The same code for both: compiled twice, a tile could have other bits the second time.
+                as_left, offset = t < count, split + (t % count) * splits
+                j = (i + jnp.where(as_left, offset, blocks - offset)) % blocks
+                first, second = jnp.where(as_left, i, j), jnp.where(as_left, j, i)
+                visited = is_pair_of_blocks(layout, first, offset)
+                rows, inside, far, *rest = distances.block(second)
+                right = (rows, inside, jnp.where(visited, far, FAR), *rest)
+                distance = distances.tile(distances.block(first), right, offset)
+                key = jnp.where(distance < FAR, to_u(distance), NONE)
+                new = []
+                for q in range(r):
+                    tied = jnp.where(key == keys[q], 1.0, 0.0)
+
+                    def add(old, tied=tied):
+                        total, degrees = old
+                        a = jnp.where(as_left, tied, tied.T)
+                        for part in _parts(rows_of(j)):
+                            total += lax.dot_general(
+                                a.astype(jnp.bfloat16),
+                                part,
+                                (((1,), (0,)), ((), ())),
+                                precision=lax.Precision.DEFAULT,
+                                preferred_element_type=jnp.float32,
+                            )
+                        return total, degrees + jnp.sum(a, axis=1)
+
+                    any_tied = jnp.max(jnp.max(tied, axis=1)) > 0
+                    new.append(lax.cond(any_tied, add, lambda old: old, sums[q]))
+                return new
 
             zeros = jnp.zeros((size, chunk), jnp.float32), jnp.zeros((size,), jnp.float32)
-            count = (layout.offsets - split + splits - 1) // splits
-            sums = [zeros] * r
-            for as_left in (True, False):
-
-                def turn(t, sums, as_left=as_left):
-                    return meet(distances, own, split + t * splits, sums, as_left)
-
-                sums = lax.fori_loop(0, count, turn, sums)
+            sums = lax.fori_loop(0, 2 * count, turn, [zeros] * r)
             mine = rows_of(i)
             for q, (total, degrees) in enumerate(sums):
                 at = (split, 0 * i + q, pl.ds(i * size, size))
