@@ -14,6 +14,7 @@ and a picture.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import functools
 import json
 import math
@@ -26,9 +27,9 @@ import jax.numpy as jnp
 
 import jsvgd
 from experiments.command_line import Parser, integer, output_folder, require, run_script
-from experiments.timing import compiled_with_memory, seconds_a_call, seconds_a_step
+from experiments.timing import Prepared, compiled_loop, prepare, seconds_of_loop
 
-__all__ = ["main", "measure", "measure_step"]
+__all__ = ["main", "measure", "measure_step", "prepare_case", "prepare_step"]
 
 GROWTH = {
     "cpu": [(100, 50), (300, 50), (1000, 50), (3000, 50), (10_000, 50), (20_000, 10)],
@@ -57,48 +58,58 @@ def value_and_gradient(x: jax.Array) -> jax.Array:
     return gradient + h
 
 
-def measure(n: int, d: int, *, largest_sort: int) -> list[dict]:
-    """One row for each way to the bandwidth of n particles in d dimensions."""
+def prepare_case(n: int, d: int, *, largest_sort: int) -> dict[str, Prepared]:
+    """Each way to the bandwidth of n particles in d dimensions, compiled."""
     x = jax.random.normal(jax.random.key(0), (n, d))
+    on_gpu = jax.default_backend() == "gpu"
     ways = {"jsvgd": jsvgd.median_bandwidth, "with gradient": value_and_gradient}
-    if jax.default_backend() == "gpu":
+    if on_gpu:
         ways["xla"] = functools.partial(jsvgd.median_bandwidth, implementation="xla")
     if n <= largest_sort:
         ways["sort"] = median_by_sort
+    return {name: prepare(way, x, short=on_gpu and n <= 4096) for name, way in ways.items()}
+
+
+def measure(n: int, d: int, prepared: dict[str, Prepared]) -> list[dict]:
+    """One row for each way."""
     rows = []
-    for name, function in ways.items():
-        compiled, held = compiled_with_memory(function, x)
-        value = float(jnp.ravel(compiled(x))[0])
-        milliseconds = 1e3 * seconds_a_call(function, x)
-        rows.append(
-            {"name": name, "n": n, "d": d, "milliseconds": milliseconds, "bytes": held}
-            | ({"bandwidth": value} if name != "with gradient" else {})
-        )
+    for name, way in prepared.items():
+        value = float(jnp.ravel(way())[0])
+        row = {"name": name, "n": n, "d": d, "milliseconds": 1e3 * way.seconds()}
+        row["bytes"] = way.bytes
+        rows.append(row | ({"bandwidth": value} if name != "with gradient" else {}))
     return rows
 
 
-def measure_step(n: int, d: int) -> list[dict]:
-    """A whole step of jsvgd, and of BlackJAX where it is installed."""
+def prepare_step(n: int, d: int) -> dict[str, tuple]:
+    """Loops of whole steps and their states: jsvgd's, and BlackJAX's where it is installed."""
     x = jax.random.normal(jax.random.key(0), (n, d))
 
     def update(x):
         return jsvgd.svgd_update(x, -x, jsvgd.median_bandwidth(x), 1e-3)
 
-    row = {"name": "jsvgd step", "n": n, "d": d}
-    rows = [row | {"milliseconds": 1e3 * seconds_a_step(update, x)}]
+    loops = {"jsvgd step": (compiled_loop(update, x), x)}
     try:
         import blackjax
         import optax
     except ImportError:
         print("BlackJAX is not installed: its step is not measured")
-        return rows
+        return loops
     algorithm = blackjax.svgd(lambda p: -p, optax.sgd(1e-6))
 
     def step(state):  # all of the state, or its median would be left out as unused
         return algorithm.step(state._replace(kernel_parameters=dict(state.kernel_parameters)))
 
-    seconds = seconds_a_step(step, algorithm.init(x))
-    return [*rows, row | {"name": "BlackJAX step", "milliseconds": 1e3 * seconds}]
+    state = algorithm.init(x)
+    return loops | {"BlackJAX step": (compiled_loop(step, state), state)}
+
+
+def measure_step(n: int, d: int, loops: dict[str, tuple]) -> list[dict]:
+    """One row for each library."""
+    return [
+        {"name": name, "n": n, "d": d, "milliseconds": 1e3 * seconds_of_loop(loop, state)}
+        for name, (loop, state) in loops.items()
+    ]
 
 
 def describe(row: dict, rows: list[dict]) -> str:
@@ -153,10 +164,15 @@ def main(arguments: Sequence[str] | None = None) -> list[dict]:
             print(describe(row, rows), flush=True)
         (folder / "benchmark_bandwidth.json").write_text(json.dumps(report, indent=1))
 
-    for n, d in QUICK if options.quick else GROWTH[kind] + DIMENSIONS[kind]:
-        add(measure(n, d, largest_sort=largest_sort))
-    for n, d in QUICK if options.quick else STEPS[kind]:
-        add(measure_step(n, d))
+    cases = QUICK if options.quick else GROWTH[kind] + DIMENSIONS[kind]
+    steps = QUICK if options.quick else STEPS[kind]
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # compiling takes most of the time
+        compiling = [pool.submit(prepare_case, *case, largest_sort=largest_sort) for case in cases]
+        compiling_steps = [pool.submit(prepare_step, *case) for case in steps]
+    for case, future in zip(cases, compiling, strict=True):
+        add(measure(*case, future.result()))
+    for case, future in zip(steps, compiling_steps, strict=True):
+        add(measure_step(*case, future.result()))
     _draw(folder / "benchmark_bandwidth.png", rows, f"{report['device']}, JAX {report['jax']}")
     print(f"{report['device']}, JAX {report['jax']}: written to {folder}")
     return rows

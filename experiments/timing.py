@@ -10,7 +10,15 @@ from collections.abc import Callable
 import jax
 from jax import lax
 
-__all__ = ["Prepared", "compiled_with_memory", "prepare", "seconds_a_call", "seconds_a_step"]
+__all__ = [
+    "Prepared",
+    "compiled_loop",
+    "compiled_with_memory",
+    "prepare",
+    "seconds_a_call",
+    "seconds_a_step",
+    "seconds_of_loop",
+]
 
 # Steps in a loop whose length XLA knows: after every turn of any other, the host waits for the device.
 STEPS = 16
@@ -106,7 +114,7 @@ def compiled_loop(step: Callable, state) -> Callable:
     return jax.jit(loop).lower(1, state).compile()
 
 
-def seconds_of_loop(loop: Callable, state, seconds: float, repeats: int) -> float:
+def seconds_of_loop(loop: Callable, state, seconds: float = 0.1, repeats: int = 3) -> float:
     """Median seconds a step."""
 
     def run(turns):

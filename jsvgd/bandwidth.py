@@ -51,9 +51,9 @@ def median_bandwidth(
         "median_distance" (no logarithm, for tests of goodness of fit), or a ``BandwidthRule``.
       stop_gradient: True makes h a constant for differentiation. Otherwise its gradient is that
         of the selected pair's distance, the mean over pairs that tie; zero below the floor.
-      implementation: None ("xla", until the kernels' last revision is proved on a GPU) | "triton" (Pallas
-        kernels for NVIDIA GPUs: float32, d <= 512) | "xla" (any platform) | "dense" (sorts all N^2 distances:
-        small inputs and tests only) | "interpret" (the Pallas kernels under the Pallas
+      implementation: None ("triton" where it can, else "xla") | "triton" (Pallas kernels for NVIDIA
+        GPUs, Ampere or newer: float32, d <= 512) | "xla" (any platform) | "dense" (sorts all N^2
+        distances: small inputs and tests only) | "interpret" (the Pallas kernels under the Pallas
         interpreter: any machine, for tests). The last digits of h depend on it.
 
     Returns:

@@ -25,11 +25,6 @@ def _kernels(name: str):
     return importlib.import_module(f"pallas_kernels.{name}")
 
 
-# The kernels' values were proved on a GPU, to the bit, before their last revision; their gradient missed a
-# tie there. Until both are proved again, they run where they are asked for by name.
-PROVED = False
-
-
 def choose(n: int, d: int, *, dtype, platform: str) -> Choice:
     """What finds an order statistic of the distances of n particles in d dimensions, and why."""
     if platform != "gpu":
@@ -38,8 +33,6 @@ def choose(n: int, d: int, *, dtype, platform: str) -> Choice:
     if capability < 8.0:
         return Choice("xla", f"compute capability {capability} is below 8.0")
     takes, why_not = supports(n, d, dtype)
-    if takes and not PROVED:
-        return Choice("xla", 'the kernels\' last revision has not run on a GPU: ask for "triton"')
     if takes:
         return Choice("triton", "passes that never wait for the host")
     return Choice("xla", f"triton: {why_not}")

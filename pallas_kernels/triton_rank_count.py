@@ -5,22 +5,30 @@ from jax import lax
 
 from pallas_kernels import triton_pairs as pairs
 from pallas_kernels.triton_rank_bracket import NONE, from_u, to_u
-from pallas_kernels.triton_rank_tiles import FAR, bits, is_pair_of_blocks, number
+from pallas_kernels.triton_rank_tiles import FAR, LEFT, RIGHT, bits, is_pair_of_blocks, number
+
+UNROLL = 4  # pairs of thresholds under way together: one takes long, but leaves the units idle
 
 
-def count_below(distances, walk, brackets, thresholds, with_ends):
-    """(counts, (W,) int32 a rank; [] or the ends, largest + 1 and NONE - smallest inside each bracket).
+def count_below(distances, walk, share, brackets, thresholds, with_ends):
+    """Counts, an int32 vector a rank, and ends: [], or largest + 1 and NONE - smallest of each bracket.
 
     Args:
-      distances: `Distances`. walk: (block, first offset, stride, offsets). thresholds: (W,) int32 a rank.
+      distances: `Distances`. walk: (block, first offset, stride, offsets).
+      share: (k, of): counted is only the k-th of `of` equal parts of the thresholds.
+      thresholds: (W,) int32 a rank.
     """
     layout = distances.layout
     i, split, splits, offsets = walk
     size, turns = layout.size, -(-offsets // splits)
     # The axis along which a thread holds most of its elements: sums along it cross few threads.
     axis = 0 if distances.direct else 1
-    left = distances.block(i)
-    counter = (_OneByOne if layout.warps == 1 else _AllAtOnce)(layout, axis, thresholds, turns)
+    left = distances.block(i, LEFT)
+    if layout.warps == 1:
+        counter = _OneByOne(layout, axis, thresholds, share)
+    else:
+        assert share[1] == 1
+        counter = _AllAtOnce(layout, axis, thresholds, turns)
     lowest, beyond = [], []
     if with_ends:
         lowest = [jnp.where(b.low < 0, -FAR, from_u(b.low + 1)) for b in brackets]
@@ -30,7 +38,7 @@ def count_below(distances, walk, brackets, thresholds, with_ends):
         counts, largest, smallest = carry
         offset = split + t * splits
         visited = (offset < offsets) & is_pair_of_blocks(layout, i, offset)
-        rows, inside, far, *rest = distances.block((i + offset) % layout.blocks)
+        rows, inside, far, *rest = distances.block((i + offset) % layout.blocks, RIGHT)
         right = (rows, inside, jnp.where(visited, far, FAR), *rest)
         distance = distances.tile(left, right, offset)
         counts = counter.add(distance, counts)
@@ -61,36 +69,46 @@ class _OneByOne:
     """Counts a tile threshold by threshold, in a loop: few particles visit few tiles, and code that runs
     once takes longer to fetch than to run. One warp adds up without waiting for others."""
 
-    def __init__(self, layout, axis, thresholds, turns):
+    def __init__(self, layout, axis, thresholds, share):
         self.layout, self.axis, self.thresholds = layout, axis, thresholds
-        self.places = jnp.arange(thresholds[0].shape[0])
+        index, shares = share
+        count = thresholds[0].shape[0] // shares
+        self.places, self.first = jnp.arange(count), index * count
+        self.unroll = min(UNROLL, count // 2)
         # Two thresholds share a sum, which float32 holds.
         self.base = 2 * layout.size**2
         assert self.base * layout.size**2 < 1 << 24
 
     def zeros(self):
-        return [jnp.zeros(values.shape, jnp.int32) for values in self.thresholds]
+        return [jnp.zeros(self.places.shape, jnp.int32) for _ in self.thresholds]
 
     def add(self, distance, counts):
-        def two(k, counts):
+        def some(k, counts):
             added = []
             for values, found in zip(self.thresholds, counts, strict=True):
-                first, second = (
-                    _below(distance, cut(_element(values, 2 * k + m)), self.layout.interpret)
-                    for m in (0, 1)
-                )
-                both = pairs.fma(
-                    second,
-                    jnp.full((1, 1), self.base, jnp.float32),
-                    first,
-                    self.layout.interpret,
-                )
-                total = jnp.sum(jnp.sum(both, axis=self.axis), axis=0).astype(jnp.int32)
-                part = jnp.where(self.places & 1 == 0, total & (self.base - 1), total // self.base)
-                added.append(found + jnp.where(self.places >> 1 == k, part, 0))
+                for m in range(self.unroll):
+                    pair = k * self.unroll + m
+                    first, second = (
+                        _below(
+                            distance,
+                            cut(_element(values, self.first + 2 * pair + one)),
+                            self.layout.interpret,
+                        )
+                        for one in (0, 1)
+                    )
+                    base = jnp.full((1, 1), self.base, jnp.float32)
+                    both = pairs.fma(second, base, first, self.layout.interpret)
+                    total = jnp.sum(jnp.sum(both, axis=self.axis), axis=0).astype(jnp.int32)
+                    total = jnp.where(
+                        self.places & 1 == 0,
+                        total & (self.base - 1),
+                        total >> (self.base.bit_length() - 1),
+                    )
+                    found += jnp.where(self.places >> 1 == pair, total, 0)
+                added.append(found)
             return added
 
-        return lax.fori_loop(0, self.places.shape[0] // 2, two, counts)
+        return lax.fori_loop(0, self.places.shape[0] // (2 * self.unroll), some, counts)
 
     def totals(self, counts):
         return counts

@@ -29,6 +29,7 @@ REACH = 7  # the largest coordinate of a block is scaled into [2^7, 2^8), well i
 FAR = 2.0**60  # distance of a pair that does not count
 # Part of the largest |z|^2 below which products give distances to less than 1e-4.
 COARSE = 8 * 2.0**-11.5
+LEFT, RIGHT = range(2)
 INFINITE = 0x7F800000  # bits of infinity; NaN's are above
 
 
@@ -81,8 +82,9 @@ class Operands(NamedTuple):
     x: jax.Array  # (n, d) float32, raw
     extents: jax.Array  # (blocks,) int32 bits of the largest |x - centre| of each block
     moments: jax.Array  # (3, blocks) sums of its own distances and their squares, largest |z|^2
-    high: jax.Array | None  # (padded, chunks * chunk) float16 parts of z, None where direct
-    low: jax.Array | None
+    # (padded, 3 * chunks * chunk) float16, for each chunk of dimensions the low, the high and again the
+    # low parts of z; None where direct
+    parts: jax.Array | None
     norms: jax.Array | None  # (padded,) |z|^2
 
 
@@ -118,7 +120,7 @@ def prepare(x, layout, *, cleared):
         jax.ShapeDtypeStruct((3, blocks), jnp.float32),
     ]
     if not layout.direct:
-        shapes += [jax.ShapeDtypeStruct((padded, width), jnp.float16)] * 2
+        shapes += [jax.ShapeDtypeStruct((padded, 3 * width), jnp.float16)]
         shapes += [jax.ShapeDtypeStruct((padded,), jnp.float32)]
     given = len(shapes)
     lengths = [math.prod(shape.shape) for shape in cleared]
@@ -156,11 +158,11 @@ def prepare(x, layout, *, cleared):
             norms = norms + pairs.norms(parts)
             product = product + pairs.product(parts, parts, (1, 1))
             if not layout.direct:
-                at = rows_from(0 * i + k * layout.chunk, layout.chunk)
-                for ref, part in zip(refs, parts, strict=False):
-                    plt.store(ref.at[rows, at], part)
+                for place, part in enumerate((parts[1], parts[0], parts[1])):
+                    at = rows_from(0 * i + (3 * k + place) * layout.chunk, layout.chunk)
+                    plt.store(refs[0].at[rows, at], part)
         if not layout.direct:
-            plt.store(refs[2].at[rows], norms)
+            plt.store(refs[1].at[rows], norms)
         distance = norms[:, None] + norms[None, :] - 2.0 * product
         row, column = jnp.arange(size)[:, None], jnp.arange(size)[None, :]
         counted = (row < column) & inside[:, None] & inside[None, :]
@@ -185,9 +187,7 @@ def prepare(x, layout, *, cleared):
         interpret=layout.interpret,
         name=name,
     )(x)
-    operands = (
-        Operands(x, *out[:given]) if not layout.direct else Operands(x, *out[:2], *[None] * 3)
-    )
+    operands = Operands(x, *out[:given]) if not layout.direct else Operands(x, *out[:2], None, None)
     return operands, [
         jnp.reshape(a, shape.shape) for a, shape in zip(out[given:], cleared, strict=True)
     ]
@@ -212,10 +212,10 @@ class Distances:
         self.layout, self.field, self.direct = layout, field, direct
         self.x, self.extents = refs[0], refs[1]
         if not layout.direct:
-            self.high, self.low, self.norms = refs[3:]
+            self.parts, self.norms = refs[3:]
 
-    def block(self, i):
-        """What a tile needs of block i, loaded once for many tiles."""
+    def block(self, i, side):
+        """What a tile needs of block i, loaded once for many tiles. side: LEFT or RIGHT, static."""
         layout = self.layout
         rows = rows_from(i * layout.size, layout.size)
         inside = i * layout.size + jnp.arange(layout.size) < layout.n
@@ -225,12 +225,29 @@ class Distances:
         # Nothing is rounded: to the common scale by a power of two, at most 1.
         factor = power(127 + self.field - own)
         norms = plt.load(self.norms.at[rows]) * factor * factor
-        parts = self._parts(rows, 0 * i) if layout.chunks == 1 else None
-        return rows, inside, jnp.where(inside, norms, FAR), factor, parts
+        pieces = self._pieces(rows, 0 * i, side) if layout.chunks == 1 else None
+        return rows, inside, jnp.where(inside, norms, FAR), factor, pieces
 
-    def _parts(self, rows, start):
-        at = rows_from(start, self.layout.chunk)
-        return plt.load(self.high.at[rows, at]), plt.load(self.low.at[rows, at])
+    def _pieces(self, rows, k, side):
+        """The parts of chunk k, low beside high on the left and high beside low on the right; the high
+        ones alone."""
+        chunk = self.layout.chunk
+        return tuple(
+            plt.load(self.parts.at[rows, rows_from((3 * k + place) * chunk, width * chunk)])
+            for place, width in ((side, 2), (1, 1))
+        )
+
+    def _product(self, left, right):
+        """z_i.z_j from the pieces of a chunk, with the same bits in every kernel.
+
+        A compiler may let a product start from the sum before it, on units that round otherwise, or
+        add it afterwards, and it decides so kernel by kernel. The two small products are one here, and
+        an instruction that is no product keeps the large one apart.
+        """
+        small, large = (pairs.product((a,), (b,), (1, 1)) for a, b in zip(left, right, strict=True))
+        if not self.layout.interpret:
+            small, large = (pairs.opaque(term) for term in (small, large))
+        return small + large
 
     def tile(self, left, right, offset):
         """(size, size) distances of two blocks; FAR where a pair does not count.
@@ -243,12 +260,13 @@ class Distances:
             distance = self._differences(left, right) + far
         else:
             if layout.chunks == 1:
-                product = _product(left[4], right[4], layout.interpret)
+                product = self._product(left[4], right[4])
             else:
 
                 def along(k, total):
-                    parts = [self._parts(side[0], k * layout.chunk) for side in (left, right)]
-                    return total + _product(*parts, layout.interpret)
+                    return total + self._product(
+                        self._pieces(left[0], k, LEFT), self._pieces(right[0], k, RIGHT)
+                    )
 
                 zero = jnp.zeros((layout.size, layout.size), jnp.float32)
                 product = lax.fori_loop(0, layout.chunks, along, zero)
@@ -275,19 +293,3 @@ class Distances:
 
         total = jnp.zeros((layout.size, layout.size), jnp.float32)
         return lax.fori_loop(0, layout.d, add, total)
-
-
-def _product(left, right, interpret):
-    """`triton_pairs.product` in an order that no compiler can choose, so with the same bits in every kernel.
-
-    A sum of two products could become either of them with the other as its start. So the first
-    passes through an instruction that is no product; the others then start from what came before,
-    or are added to it, everywhere.
-    """
-    (high_l, low_l), (high_r, low_r) = left, right
-    total = pairs.product((low_l,), (high_r,), (1, 1))
-    if not interpret:
-        total = pairs._instruction("mov.f32", total)
-    for a, b in ((high_l, low_r), (high_l, high_r)):
-        total = total + pairs.product((a,), (b,), (1, 1))
-    return total

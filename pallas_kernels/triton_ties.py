@@ -19,7 +19,15 @@ from pallas_kernels import triton_tiles as tiles
 from pallas_kernels.triton_rank import plan
 from pallas_kernels.triton_rank_bracket import NONE, to_u
 from pallas_kernels.triton_rank_state import DIRECT, FIELD
-from pallas_kernels.triton_rank_tiles import FAR, Distances, bits, is_pair_of_blocks, number
+from pallas_kernels.triton_rank_tiles import (
+    FAR,
+    LEFT,
+    RIGHT,
+    Distances,
+    bits,
+    is_pair_of_blocks,
+    number,
+)
 
 
 def laplacian(found, v, *, interpret=False, search=None):
@@ -61,9 +69,9 @@ def laplacian(found, v, *, interpret=False, search=None):
                 j = (i + jnp.where(as_left, offset, blocks - offset)) % blocks
                 first, second = jnp.where(as_left, i, j), jnp.where(as_left, j, i)
                 visited = is_pair_of_blocks(layout, first, offset)
-                rows, inside, far, *rest = distances.block(second)
+                rows, inside, far, *rest = distances.block(second, RIGHT)
                 right = (rows, inside, jnp.where(visited, far, FAR), *rest)
-                distance = distances.tile(distances.block(first), right, offset)
+                distance = distances.tile(distances.block(first, LEFT), right, offset)
                 key = jnp.where(distance < FAR, to_u(distance), NONE)
                 new = []
                 for q in range(r):
@@ -132,8 +140,8 @@ def pair_keys(found, *, interpret=False, search=None):
 
         def run(direct):
             distances = Distances(layout, operand_refs, common_ref[FIELD], direct)
-            right = distances.block((i + offset) % layout.blocks)
-            distance = distances.tile(distances.block(i), right, offset)
+            right = distances.block((i + offset) % layout.blocks, RIGHT)
+            distance = distances.tile(distances.block(i, LEFT), right, offset)
             counted = (distance < FAR) & is_pair_of_blocks(layout, i, offset)
             key = jnp.where(counted, to_u(distance), NONE)
             whole = pl.ds(0 * i, layout.size)

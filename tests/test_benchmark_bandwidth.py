@@ -20,5 +20,5 @@ def test_quick_run_writes_figures_and_a_picture(tmp_path, capsys):
 
 
 def test_sort_is_left_out_where_it_would_be_too_large():
-    names = [row["name"] for row in benchmark_bandwidth.measure(30, 2, largest_sort=29)]
+    names = list(benchmark_bandwidth.prepare_case(30, 2, largest_sort=29))
     assert names == ["jsvgd", "with gradient"]
