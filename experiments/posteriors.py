@@ -93,12 +93,11 @@ def worst_w1(values: np.ndarray, reference: np.ndarray) -> float:
 
 
 def independent_w1(target: Target, n: int, repeats: int = 20) -> float:
-    """Median ``worst_w1`` of n independent reference draws."""
+    """Median ``worst_w1`` of n independent reference draws, with replacement where there are fewer."""
     rng = np.random.default_rng(0)
     u = target.unconstrained_draws
-    return float(
-        np.median([worst_w1(u[rng.choice(len(u), n, replace=False)], u) for _ in range(repeats)])
-    )
+    choices = [rng.choice(len(u), n, replace=n > len(u)) for _ in range(repeats)]
+    return float(np.median([worst_w1(u[chosen], u) for chosen in choices]))
 
 
 def measure(target: Target, method: str, draws: Draws, *, start, n, seed, independent) -> Run:

@@ -53,15 +53,14 @@ COPIES = 4  # counters that programs add to, so that they seldom meet
 @dataclasses.dataclass(frozen=True)
 class Search:
     """Static choices. thresholds: W, of each rank and pass; sample: offsets of the sampled tiles,
-    or 0; splits: programs that share the offsets of a block; shares: programs that count parts of
-    the thresholds in the same tiles."""
+    or 0; splits: programs that share the offsets of a block."""
 
     layout: Layout
     thresholds: int
     sample: int
     splits: int
     ends: bool = True  # whether passes also find the bracket's smallest and largest distance
-    shares: int = 1
+    one_by_one: bool = False  # how a tile is counted: see triton_rank_count
     stages: int = 2
 
     @property
@@ -109,9 +108,8 @@ def supports(n, d, dtype):
 def plan(n, d, interpret=False):
     """The static choices for n particles in d dimensions.
 
-    Few particles: a launch costs more than its compares, one warp adds up without waiting for others,
-    and two of them hide each other's waits. Many: as many programs as run at once, since each makes
-    the thresholds anew.
+    Few particles: a launch and its code cost more than its compares. Many: as many programs as run at
+    once, since each makes the thresholds anew.
     """
     if n <= 1024:
         size, warps, thresholds, sample, programs, ends = 32, 1, 32, 0, 5, True
@@ -124,9 +122,8 @@ def plan(n, d, interpret=False):
     if interpret:  # which compiles every compare anew
         thresholds = 8
     layout = Layout(n, d, size, warps, interpret)
-    splits = programs * tiles.MULTIPROCESSORS // layout.blocks
-    shares = 2 if warps == 1 else 1
-    return Search(layout, thresholds, sample, min(layout.offsets, max(1, splits)), ends, shares)
+    splits = min(layout.offsets, max(1, programs * tiles.MULTIPROCESSORS // layout.blocks))
+    return Search(layout, thresholds, sample, splits, ends, one_by_one=n <= 1024)
 
 
 def order_statistics(x, ranks, *, interpret=False, search=None):
@@ -182,24 +179,24 @@ def _pass(search, ranks, kind, sampled, operands, before, tally):
         operand_refs, refs = refs[: len(arrays)], refs[len(arrays) :]
         before_refs, refs = refs[: len(before)], refs[len(before) + 2 :]
         state_out, (counts_ref, ends_ref), cleared = refs[:3], refs[3:5], refs[5:]
-        i, split, share = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        writes = (i == 0) & (split == 0) & (share == 0)
+        i, split = pl.program_id(0), pl.program_id(1)
+        writes = (i == 0) & (split == 0)
 
         def count(common, brackets, thresholds, direct):
             distances = Distances(layout, operand_refs, common[FIELD], direct)
             walk = (i, split, splits, offsets)
             # A bracket of everything has no use for its ends.
             with_ends = search.ends and kind != "start"
-            part_of = (share, search.shares)
-            counts, ends = count_below(distances, walk, part_of, brackets, thresholds, with_ends)
-            mine = w // search.shares
+            counts, ends = count_below(
+                distances, walk, brackets, thresholds, with_ends, search.one_by_one
+            )
             copy = (i + split) % counts_ref.shape[0]
             for q, part in enumerate(counts):
                 for limb in range(search.limbs):
                     value, rest = part, part
                     if limb < search.limbs - 1:
                         value, rest = part & ((1 << DIGITS) - 1), part >> DIGITS
-                    at = (copy, 0 * i + q, 0 * i + limb, pl.ds(share * mine, mine))
+                    at = (copy, 0 * i + q, 0 * i + limb, pl.ds(0, w))
                     plt.atomic_add(counts_ref, at, value.astype(jnp.float32))
                     part = rest
             for k, end in enumerate(ends):
@@ -250,7 +247,7 @@ def _pass(search, ranks, kind, sampled, operands, before, tally):
     first = len(arrays) + len(before)
     return pl.pallas_call(
         program,
-        grid=(layout.blocks, splits, search.shares),
+        grid=(layout.blocks, splits),
         in_specs=[pl.BlockSpec()] * (first + 2),
         out_specs=[pl.BlockSpec()] * 7,
         out_shape=shapes + _tally(search, r) * 2,

@@ -10,13 +10,12 @@ from pallas_kernels.triton_rank_tiles import FAR, LEFT, RIGHT, bits, is_pair_of_
 UNROLL = 4  # pairs of thresholds under way together: one takes long, but leaves the units idle
 
 
-def count_below(distances, walk, share, brackets, thresholds, with_ends):
+def count_below(distances, walk, brackets, thresholds, with_ends, one_by_one):
     """Counts, an int32 vector a rank, and ends: [], or largest + 1 and NONE - smallest of each bracket.
 
     Args:
       distances: `Distances`. walk: (block, first offset, stride, offsets).
-      share: (k, of): counted is only the k-th of `of` equal parts of the thresholds.
-      thresholds: (W,) int32 a rank.
+      thresholds: (W,) int32 a rank. one_by_one: how a tile is counted, static.
     """
     layout = distances.layout
     i, split, splits, offsets = walk
@@ -24,11 +23,7 @@ def count_below(distances, walk, share, brackets, thresholds, with_ends):
     # The axis along which a thread holds most of its elements: sums along it cross few threads.
     axis = 0 if distances.direct else 1
     left = distances.block(i, LEFT)
-    if layout.warps == 1:
-        counter = _OneByOne(layout, axis, thresholds, share)
-    else:
-        assert share[1] == 1
-        counter = _AllAtOnce(layout, axis, thresholds, turns)
+    counter = (_OneByOne if one_by_one else _AllAtOnce)(layout, axis, thresholds, turns)
     lowest, beyond = [], []
     if with_ends:
         lowest = [jnp.where(b.low < 0, -FAR, from_u(b.low + 1)) for b in brackets]
@@ -67,17 +62,16 @@ def count_below(distances, walk, share, brackets, thresholds, with_ends):
 
 class _OneByOne:
     """Counts a tile threshold by threshold, in a loop: few particles visit few tiles, and code that runs
-    once takes longer to fetch than to run. One warp adds up without waiting for others."""
+    once takes longer to fetch than to run."""
 
-    def __init__(self, layout, axis, thresholds, share):
+    def __init__(self, layout, axis, thresholds, turns):
+        del turns
         self.layout, self.axis, self.thresholds = layout, axis, thresholds
-        index, shares = share
-        count = thresholds[0].shape[0] // shares
-        self.places, self.first = jnp.arange(count), index * count
-        self.unroll = min(UNROLL, count // 2)
-        # Two thresholds share a sum, which float32 holds.
+        self.places = jnp.arange(thresholds[0].shape[0])
+        self.unroll = min(UNROLL, len(self.places) // 2)
+        # Two thresholds share a sum: float32 holds that of a row, int32 that of a tile.
         self.base = 2 * layout.size**2
-        assert self.base * layout.size**2 < 1 << 24
+        assert self.base * layout.size < 1 << 24 and self.base * layout.size**2 < 1 << 31
 
     def zeros(self):
         return [jnp.zeros(self.places.shape, jnp.int32) for _ in self.thresholds]
@@ -91,14 +85,14 @@ class _OneByOne:
                     first, second = (
                         _below(
                             distance,
-                            cut(_element(values, self.first + 2 * pair + one)),
+                            cut(_element(values, 2 * pair + one)),
                             self.layout.interpret,
                         )
                         for one in (0, 1)
                     )
                     base = jnp.full((1, 1), self.base, jnp.float32)
                     both = pairs.fma(second, base, first, self.layout.interpret)
-                    total = jnp.sum(jnp.sum(both, axis=self.axis), axis=0).astype(jnp.int32)
+                    total = jnp.sum(jnp.sum(both, axis=self.axis).astype(jnp.int32))
                     total = jnp.where(
                         self.places & 1 == 0,
                         total & (self.base - 1),
@@ -108,7 +102,7 @@ class _OneByOne:
                 added.append(found)
             return added
 
-        return lax.fori_loop(0, self.places.shape[0] // (2 * self.unroll), some, counts)
+        return lax.fori_loop(0, len(self.places) // (2 * self.unroll), some, counts)
 
     def totals(self, counts):
         return counts

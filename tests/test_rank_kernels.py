@@ -39,12 +39,12 @@ def cloud(kind, n, d, seed=0, scale=1.0):
     return (scale * x).astype(np.float32)
 
 
-def small_search(n, d, *, sample=0, thresholds=8, ends=True, splits=2, shares=1):
+def small_search(n, d, *, sample=0, thresholds=8, ends=True, splits=2, one_by_one=True):
     """Few thresholds compile sooner under the interpreter."""
     layout = triton_rank.plan(n, d, not ON_GPU).layout
     splits = min(splits, layout.offsets)
     sample = min(sample, layout.offsets)
-    return triton_rank.Search(layout, thresholds, sample, splits, ends, shares)
+    return triton_rank.Search(layout, thresholds, sample, splits, ends, one_by_one)
 
 
 @functools.cache
@@ -109,8 +109,8 @@ def check(x, ranks, search):
     "shape, options",
     [
         ((2, 1), {}),
-        ((33, 3), {"shares": 2}),
-        ((70, 12), {"ends": False}),
+        ((33, 3), {}),
+        ((70, 12), {"ends": False, "one_by_one": False}),
         pytest.param(
             (150, 70),
             {"sample": 2, "splits": 1},
