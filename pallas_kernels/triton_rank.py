@@ -17,6 +17,7 @@ the wanted distance to be small beside the particles' reach, the search begins a
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -140,10 +141,12 @@ def order_statistics(x, ranks, *, interpret=False, search=None):
     kinds = [("start", False)] + [("next", False)] * (search.passes - 1)
     if search.sample:
         kinds = [("start", True), ("next", True), ("turn", False), *kinds[1:]]
+    ranks = tuple(ranks)
     operands, tally = rank_tiles.prepare(x, search.layout, cleared=_tally(search, len(ranks)))
+    arrays = [a for a in operands if a is not None]
     state, totals = [], []
     for kind, sampled in kinds:
-        out = _pass(search, ranks, kind, sampled, operands, state + totals, tally)
+        out = _pass(search, ranks, kind, sampled)(*arrays, *state, *totals, *tally)
         state, totals, tally = out[:3], out[3:5], out[5:]
     values, keys = _finish(search, ranks, state + totals)
     return Found(values, keys, state[0], operands)
@@ -161,23 +164,25 @@ def _tally(search, r):
 # --- one launch --------------------------------------------------------------------------------------
 
 
-def _pass(search, ranks, kind, sampled, operands, before, tally):
-    """[common, brackets, thresholds, counts, ends, zeros, zeros] of a pass over all tiles, or the
-    sampled ones.
+@functools.cache  # JAX then traces and lowers equal passes once
+def _pass(search, ranks, kind, sampled):
+    """A pass over all tiles, or the sampled ones, as a function of arrays: operands, what the pass
+    before returned first (nothing for "start"), zeros to count in.
+
+    It returns [common, brackets, thresholds, counts, ends, zeros, zeros].
 
     Args:
       kind: "start" makes the first thresholds; "next" tightens the bracket first; "turn" goes from
         the bracket in the sample to thresholds for all pairs.
-      before: the first five of the pass before, [] for "start". tally: zeros to count in.
     """
     layout, r, w = search.layout, len(ranks), search.thresholds
-    arrays = [a for a in operands if a is not None]
+    operand_count, before_count = 3 if layout.direct else 5, 0 if kind == "start" else 5
     offsets = min(search.sample, layout.offsets) if sampled else layout.offsets
     splits = min(search.splits, offsets)
 
     def program(*refs):
-        operand_refs, refs = refs[: len(arrays)], refs[len(arrays) :]
-        before_refs, refs = refs[: len(before)], refs[len(before) + 2 :]
+        operand_refs, refs = refs[:operand_count], refs[operand_count:]
+        before_refs, refs = refs[:before_count], refs[before_count + 2 :]
         state_out, (counts_ref, ends_ref), cleared = refs[:3], refs[3:5], refs[5:]
         i, split = pl.program_id(0), pl.program_id(1)
         writes = (i == 0) & (split == 0)
@@ -244,7 +249,7 @@ def _pass(search, ranks, kind, sampled, operands, before, tally):
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(FIELDS,), (r, FIELDS), (r, w)]]
     name = program.__name__ = f"svgd_rank_{kind}" + ("_sample" if sampled else "")
-    first = len(arrays) + len(before)
+    first = operand_count + before_count
     return pl.pallas_call(
         program,
         grid=(layout.blocks, splits),
@@ -255,7 +260,7 @@ def _pass(search, ranks, kind, sampled, operands, before, tally):
         compiler_params=plt.CompilerParams(num_warps=layout.warps, num_stages=search.stages),
         interpret=layout.interpret,
         name=name,
-    )(*arrays, *before, *tally)
+    )
 
 
 def _finish(search, ranks, before):
