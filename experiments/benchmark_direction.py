@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jsvgd
-from experiments.benchmark_peers import baselines, measure_steps
+from experiments.benchmark_peers import STEPS, baselines, measure_steps, prepare_steps
 from experiments.benchmark_report import describe, picture
 from experiments.timing import LONG, prepare
 from jsvgd import dispatch, reference
@@ -249,12 +249,14 @@ def main():
     cases = QUICK if options.quick else WORK
     with concurrent.futures.ThreadPoolExecutor() as pool:  # compiling takes most of the time
         compiling = [pool.submit(prepare_case, *case) for case in cases]
+        steps = STEPS if options.peers else []
+        compiling_steps = [pool.submit(prepare_steps, *step) for step in steps]
         everything = [future.result() for future in compiling]
     for case, prepared in zip(cases, everything, strict=True):
         measure(*case, prepared, report_for(*case))
         prepared.clear()
-    if options.peers:
-        measure_steps(report_for)
+    for step, loops in zip(steps, compiling_steps, strict=True):
+        measure_steps(*step, loops.result(), report_for("step", 1, *step))
     (options.output / "benchmark_direction.json").write_text(json.dumps(header, indent=1))
     picture(rows, options.output / "benchmark_direction.png")
     print(f"{header['device']}, JAX {header['jax']}: written to {options.output}")

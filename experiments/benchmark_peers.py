@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import jsvgd
-from experiments.timing import seconds_a_step
+from experiments.timing import compiled_loop, seconds_of_loop
 
-__all__ = ["baselines", "measure_steps"]
+__all__ = ["STEPS", "baselines", "measure_steps", "prepare_steps"]
+
+STEPS = [(1024, 32), (4096, 64)]
 
 
 def baselines(chains, n, work):
@@ -43,34 +45,40 @@ def gram_direction(precision):
     return direction
 
 
-def measure_steps(report_for):
-    """Whole steps, median bandwidth included: jsvgd, the PyTorch program, BlackJAX, XLA with a sort."""
-    for n, d in [(1024, 32), (4096, 64)]:
-        x = jax.random.normal(jax.random.key(0), (n, d))
-        report = report_for("step", 1, n, d)
+def prepare_steps(n, d) -> dict[str, tuple]:
+    """Loops of whole steps, median bandwidth included, and their states: jsvgd, XLA with a sort, BlackJAX."""
+    x = jax.random.normal(jax.random.key(0), (n, d))
 
-        def update(x):
-            return jsvgd.svgd_update(x, -x, jsvgd.median_bandwidth(x), 1e-3)
+    def update(x):
+        return jsvgd.svgd_update(x, -x, jsvgd.median_bandwidth(x), 1e-3)
 
-        report("jsvgd", milliseconds=1e3 * seconds_a_step(update, x))
-        report("XLA with a sort", milliseconds=1e3 * seconds_a_step(step_with_sort, x))
-        try:
-            import torch
-        except ImportError:
-            print("PyTorch is not installed: its program is not measured")
-        else:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            seconds = torch_seconds(torch, np.asarray(x), device)
-            report("PyTorch program", milliseconds=1e3 * seconds)
-        try:
-            import blackjax
-            import optax
-        except ImportError:
-            print("BlackJAX is not installed: it is not measured")
-        else:
-            algorithm = blackjax.svgd(lambda p: -p, optax.sgd(1e-3))
-            seconds = seconds_a_step(algorithm.step, algorithm.init(x))
-            report("BlackJAX", milliseconds=1e3 * seconds)
+    loops = {
+        "jsvgd": (compiled_loop(update, x), x),
+        "XLA with a sort": (compiled_loop(step_with_sort, x), x),
+    }
+    try:
+        import blackjax
+        import optax
+    except ImportError:
+        print("BlackJAX is not installed: it is not measured")
+        return loops
+    algorithm = blackjax.svgd(lambda p: -p, optax.sgd(1e-3))
+    state = algorithm.init(x)
+    return loops | {"BlackJAX": (compiled_loop(algorithm.step, state), state)}
+
+
+def measure_steps(n, d, loops, report):
+    """Whole steps from `prepare_steps`, and the PyTorch program."""
+    for name, (loop, state) in loops.items():
+        report(name, milliseconds=1e3 * seconds_of_loop(loop, state))
+    try:
+        import torch
+    except ImportError:
+        print("PyTorch is not installed: its program is not measured")
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = np.asarray(jax.random.normal(jax.random.key(0), (n, d)))
+    report("PyTorch program", milliseconds=1e3 * torch_seconds(torch, x, device))
 
 
 def step_with_sort(x):

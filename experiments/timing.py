@@ -16,7 +16,6 @@ __all__ = [
     "compiled_with_memory",
     "prepare",
     "seconds_a_call",
-    "seconds_a_step",
     "seconds_of_loop",
 ]
 
@@ -95,11 +94,6 @@ def prepare(function: Callable, x, *rest, short: bool = False) -> Prepared:
 def seconds_a_call(function: Callable, x, *rest, **options) -> float:
     """Median seconds of ``function(x, *rest)``; ``prepare`` and ``Prepared.seconds`` in one."""
     return prepare(function, x, *rest).seconds(**options)
-
-
-def seconds_a_step(step: Callable, state, *, seconds: float = 0.1, repeats: int = 3) -> float:
-    """Median seconds of ``state = step(state)`` inside one compiled loop."""
-    return seconds_of_loop(compiled_loop(step, state), state, seconds, repeats)
 
 
 def compiled_loop(step: Callable, state) -> Callable:
