@@ -59,3 +59,27 @@ def termwise_error(value, expected, x, s, h):
     k = np.exp(-np.sum(difference**2 / (2 * h), axis=-1))
     terms = (k @ np.abs(s) + np.sum(k[..., None] * np.abs(difference), axis=1) / h) / len(x)
     return np.max(np.abs(wide(value) - expected) / terms)
+
+
+def network_particles(n=20, dtype=jnp.float32, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return {
+        "weights": (jax.random.normal(keys[0], (n, 3, 2)) + 3).astype(dtype),
+        "bias": jax.random.normal(keys[1], (n, 2)).astype(dtype),
+        "log_scale": jax.random.normal(keys[2], (n,)).astype(dtype),
+    }
+
+
+def as_matrix(particles):
+    leaves = jax.tree.leaves(particles)
+    return np.concatenate([np.asarray(a, np.float64).reshape(len(a), -1) for a in leaves], axis=1)
+
+
+def assert_trees_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def standard_normal(position, *args):
+    return -0.5 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(position))

@@ -15,7 +15,7 @@ import pytest
 
 import jsvgd
 from experiments import kill_and_resume
-from tests.test_sampler import assert_trees_equal, network_particles
+from tests.problems import assert_trees_equal, network_particles
 
 pytest.importorskip("orbax.checkpoint", reason="Orbax is not installed")
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jsvgd
-from tests.test_sampler import assert_trees_equal
+from tests.problems import assert_trees_equal
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is not installed")
 

@@ -11,7 +11,7 @@ import pytest
 
 import jsvgd
 import jsvgd.loop
-from tests.test_sampler import assert_trees_equal, network_particles
+from tests.problems import assert_trees_equal, network_particles
 
 KEY = jax.random.key(3)
 
