@@ -21,13 +21,14 @@ import math
 import platform
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 
 import jax
 import jax.numpy as jnp
 
 import jsvgd
 from experiments.command_line import Parser, integer, output_folder, require, run_script
-from experiments.timing import Prepared, compiled_loop, prepare, seconds_of_loop
+from experiments.timing import compiled_loop, prepare, seconds_of_loop
 
 __all__ = ["main", "measure", "measure_step", "prepare_case", "prepare_step"]
 
@@ -58,8 +59,8 @@ def value_and_gradient(x: jax.Array) -> jax.Array:
     return gradient + h
 
 
-def prepare_case(n: int, d: int, *, largest_sort: int) -> dict[str, Prepared]:
-    """Each way to the bandwidth of n particles in d dimensions, compiled."""
+def prepare_case(pool: Executor, n: int, d: int, *, largest_sort: int) -> dict[str, Future]:
+    """Each way to the bandwidth of n particles in d dimensions: futures of `Prepared`."""
     x = jax.random.normal(jax.random.key(0), (n, d))
     on_gpu = jax.default_backend() == "gpu"
     ways = {"jsvgd": jsvgd.median_bandwidth, "with gradient": value_and_gradient}
@@ -67,13 +68,15 @@ def prepare_case(n: int, d: int, *, largest_sort: int) -> dict[str, Prepared]:
         ways["xla"] = functools.partial(jsvgd.median_bandwidth, implementation="xla")
     if n <= largest_sort:
         ways["sort"] = median_by_sort
-    return {name: prepare(way, x, short=on_gpu and n <= 4096) for name, way in ways.items()}
+    short = on_gpu and n <= 4096
+    return {name: pool.submit(prepare, way, x, short=short) for name, way in ways.items()}
 
 
-def measure(n: int, d: int, prepared: dict[str, Prepared]) -> list[dict]:
+def measure(n: int, d: int, prepared: dict[str, Future]) -> list[dict]:
     """One row for each way."""
     rows = []
-    for name, way in prepared.items():
+    for name, future in prepared.items():
+        way = future.result()
         value = float(jnp.ravel(way())[0])
         row = {"name": name, "n": n, "d": d, "milliseconds": 1e3 * way.seconds()}
         row["bytes"] = way.bytes
@@ -167,10 +170,10 @@ def main(arguments: Sequence[str] | None = None) -> list[dict]:
     cases = QUICK if options.quick else GROWTH[kind] + DIMENSIONS[kind]
     steps = QUICK if options.quick else STEPS[kind]
     with concurrent.futures.ThreadPoolExecutor() as pool:  # compiling takes most of the time
-        compiling = [pool.submit(prepare_case, *case, largest_sort=largest_sort) for case in cases]
+        compiling = [prepare_case(pool, *case, largest_sort=largest_sort) for case in cases]
         compiling_steps = [pool.submit(prepare_step, *case) for case in steps]
-    for case, future in zip(cases, compiling, strict=True):
-        add(measure(*case, future.result()))
+    for case, prepared in zip(cases, compiling, strict=True):
+        add(measure(*case, prepared))
     for case, future in zip(steps, compiling_steps, strict=True):
         add(measure_step(*case, future.result()))
     _draw(folder / "benchmark_bandwidth.png", rows, f"{report['device']}, JAX {report['jax']}")

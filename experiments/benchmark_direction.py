@@ -148,8 +148,8 @@ def candidates(work, chains, n, d):
     return named | baselines(chains, n, work)
 
 
-def prepare_case(work, chains, n, d):
-    """Everything compiled: name -> what to call and time, or the error that came instead."""
+def prepare_case(pool, work, chains, n, d):
+    """What will be compiled: name -> future of what to call and time, or of the error that came instead."""
     x, s, g, h = problem(chains, n, d)
     short = 1e-3 * floor_milliseconds(work, chains, n, d) < LONG / 2
 
@@ -161,7 +161,8 @@ def prepare_case(work, chains, n, d):
         except Exception as error:  # one case that fails must not lose the others' figures
             return error
 
-    return {name: prepared(direction) for name, direction in candidates(work, chains, n, d).items()}
+    named = candidates(work, chains, n, d)
+    return {name: pool.submit(prepared, direction) for name, direction in named.items()}
 
 
 def direction_errors(chains, n, d):
@@ -248,10 +249,10 @@ def main():
 
     cases = QUICK if options.quick else WORK
     with concurrent.futures.ThreadPoolExecutor() as pool:  # compiling takes most of the time
-        compiling = [pool.submit(prepare_case, *case) for case in cases]
+        compiling = [prepare_case(pool, *case) for case in cases]
         steps = STEPS if options.peers else []
         compiling_steps = [pool.submit(prepare_steps, *step) for step in steps]
-        everything = [future.result() for future in compiling]
+        everything = [{name: way.result() for name, way in ways.items()} for ways in compiling]
     for case, prepared in zip(cases, everything, strict=True):
         measure(*case, prepared, report_for(*case))
         prepared.clear()
