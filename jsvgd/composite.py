@@ -17,7 +17,14 @@ from jax import lax
 from jsvgd.kernels import Kernel, KernelSum, RadialKernel, get_kernel
 from jsvgd.streamed import map_row_blocks
 
-__all__ = ["FunctionKernel", "LinearKernel", "as_kernel", "direction", "terms_of"]
+__all__ = [
+    "FunctionKernel",
+    "LinearKernel",
+    "as_kernel",
+    "direction",
+    "divergence_remainder",
+    "terms_of",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +111,17 @@ def as_kernel(kernel) -> Kernel:
 
 
 def terms_of(kernel: Kernel) -> list[tuple[object, Kernel]]:
-    """(weight, kernel) of every term; one term of weight 1 where the kernel is no sum."""
+    """(weight, kernel) of every term; one term of weight 1 where the kernel is no sum.
+
+    Raises:
+      ValueError: for a weight that is no scalar.
+    """
     if isinstance(kernel, KernelSum):
+        for weight in kernel.weights:
+            if jnp.ndim(weight):
+                raise ValueError(
+                    f"weights of a KernelSum must be scalars, got one of shape {jnp.shape(weight)}"
+                )
         return list(zip(kernel.weights, kernel.kernels, strict=True))
     return [(1.0, kernel)]
 
@@ -143,6 +159,50 @@ def direction(
             raise TypeError(f"svgd_direction has no rule for the kernel {term!r}")
         total += jnp.asarray(weight, total.dtype) * phi.astype(total.dtype)
     return total
+
+
+def divergence_remainder(
+    particles: jax.Array, *, kernel: Kernel, moving: bool = False
+) -> jax.Array:
+    """(N, d), what the divergence sum_j d/dx_j k(x_j, x_i) has beyond the direction's repulsion.
+
+    The term j = i of the divergence of the matrix k(x_i, x_j) depends on x_i through both arguments; the
+    direction has one of them. Zero for radial kernels and the centred linear one, whose moving mean
+    takes away just as much.
+
+    Args:
+      particles: (N, d).
+      kernel: any ``Kernel``; functions must be symmetric.
+      moving: True where ``particles`` are differences from their own mean, which moves with every one.
+    """
+    total = jnp.zeros_like(particles)
+    for weight, term in terms_of(kernel):
+        if isinstance(term, FunctionKernel):
+            remainder = _function_remainder(term.function, particles, moving)
+        elif isinstance(term, LinearKernel) and not term.centred and not moving:
+            remainder = particles
+        else:
+            continue
+        total += jnp.asarray(weight, total.dtype) * remainder
+    return total
+
+
+def _function_remainder(function, particles, moving):
+    n, d = particles.shape
+    # Symmetric: at (x, x) the derivative in the second argument is that in the first.
+    push = jax.grad(function)
+    own = jax.vmap(push)(particles, particles)
+    if not moving:
+        return own
+
+    def block(rows):
+        def shifted(x, y):
+            return push(x, y) + push(y, x)
+
+        pairs = jax.vmap(jax.vmap(shifted, (None, 0)), (0, None))(rows, particles)
+        return jnp.mean(pairs, axis=1)
+
+    return own - map_row_blocks(block, (particles,), n * d)
 
 
 def _linear(kernel, queries, particles, scores, repulsion, precision):

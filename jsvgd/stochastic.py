@@ -1,8 +1,10 @@
 """Stochastic SVGD: the sampler with the noise that makes it a Markov chain with the right law.
 
-SVGD's direction is the drift of a Langevin diffusion of all N particles at once, with diffusion matrix
-K / N (in every dimension). Adding the noise of that diffusion, of covariance 2 eps K / N, makes every
-particle's stationary law the target, whatever N (Gallego and Insua, 2018; Ma, Chen and Fox, 2015, theorem 1).
+For a kernel of x - y SVGD's direction is the drift of a Langevin diffusion of all N particles at once, with
+diffusion matrix K / N (in every dimension). Adding the noise of that diffusion, of covariance 2 eps K / N,
+makes every particle's stationary law the target, whatever N (Gallego and Insua, 2018; Ma, Chen and Fox, 2015,
+theorem 1). That drift has the divergence of K / N, where k(x_i, x_i) is differentiated in both arguments;
+the direction has one of them. Other kernels need the second too: ``composite.divergence_remainder``.
 
 Kernel noise is a draw of a Gaussian process at the particles. Random features draw it in O(N R d) for the
 rbf and imq kernels and for the linear one; other kernels take the Cholesky factor of the N x N matrix.
@@ -17,7 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jsvgd.arguments import at_least, check_real
-from jsvgd.composite import FunctionKernel, LinearKernel, as_kernel, terms_of
+from jsvgd.composite import (
+    FunctionKernel,
+    LinearKernel,
+    as_kernel,
+    divergence_remainder,
+    terms_of,
+)
 from jsvgd.kernels import IMQ, RBF, Kernel
 from jsvgd.preconditioner import centre, from_whitened, to_whitened
 from jsvgd.sampler import SamplingAlgorithm, SVGDInfo, SVGDState
@@ -82,10 +90,14 @@ def stochastic_svgd(
     """Stochastic SVGD (Gallego and Insua, 2018): x += eps phi(x) + N(0, 2 eps K / N).
 
     No optimiser: noise and drift belong to one step size, and the noise vanishes as N grows, where SVGD
-    needs it least. The law is exact as eps goes to 0 for a kernel that stays fixed. A bandwidth or a
-    preconditioner taken from the particles moves with them, and adds a bias that falls with N: fix them
-    (a number, a matrix) where that counts. Particles that meet share their noise and part slowly: in one
-    dimension with a handful of particles pairs stay together for long.
+    needs it least. As eps goes to 0, N independent draws of p^(1 / temperature) are a stationary law for
+    every symmetric, positive definite kernel, if bandwidth and preconditioner are fixed (a number, a
+    matrix); taken from the particles they move with them, and add a bias that falls with N. The drift
+    of kernels that are no functions of x - y (``LinearKernel(centred=False)``, functions k(x, y)) has a
+    term more than phi, ``jsvgd.composite.divergence_remainder`` / N. The linear kernel alone moves
+    particles by affine maps: more than d + 1 of them keep the shape that they begin with. Particles that
+    meet share their noise and part slowly: in one dimension with a handful of particles pairs stay
+    together for long.
 
     Args:
       logdensity_fn: as in ``svgd``.
@@ -153,11 +165,13 @@ def stochastic_svgd(
         phi = -to_matrix(minus_phi)[0]
         factor = transform_state.factor
         z = x if factor is None else to_whitened(factor, x - centre(x))
+        rest = divergence_remainder(z, kernel=kernel, moving=factor is not None) / x.shape[0]
         noise = kernel_noise(
             rng_key, z, transform_state.bandwidth, kernel=kernel, num_features=num_features
         )
         eps = jnp.asarray(eps, x.dtype)
-        moved = x + eps * phi + jnp.sqrt(2 * eps / x.shape[0]) * from_whitened(factor, noise)
+        beyond_phi = eps * rest + jnp.sqrt(2 * eps / x.shape[0]) * noise
+        moved = x + eps * phi + from_whitened(factor, beyond_phi)
         info = SVGDInfo(
             bandwidth=transform_state.bandwidth,
             direction_norm=_root_mean_square(phi),
