@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 __all__ = ["IMQ", "RBF", "Kernel", "KernelSum", "RadialKernel", "get_kernel"]
 
@@ -24,6 +25,9 @@ Profile = Callable[[jax.Array], jax.Array]
 
 class Kernel:
     """What every kernel can do: be added to another one, and be multiplied by a number."""
+
+    # An array of NumPy leaves the product to __rmul__, instead of multiplying element by element.
+    __array_ufunc__ = None
 
     def __add__(self, other):
         if not isinstance(other, Kernel):
@@ -49,8 +53,13 @@ class KernelSum(Kernel):
     radial terms share one bandwidth; ``RadialKernel.widened`` gives a term a multiple of it.
 
     Attributes:
-      weights: numbers >= 0 or scalar arrays.
+      weights: numbers >= 0, kept as Python's; traced scalars, and arrays that ``jax.vmap`` takes apart, as
+        they are.
       kernels: as many kernels, none of them a sum.
+
+    Raises:
+      TypeError: for weights that are no real numbers and terms that are no kernels or sums themselves.
+      ValueError: for weights below 0 or NaN, and another number of weights than of kernels.
     """
 
     weights: tuple
@@ -65,9 +74,7 @@ class KernelSum(Kernel):
         for kernel in self.kernels:
             if not isinstance(kernel, Kernel) or isinstance(kernel, KernelSum):
                 raise TypeError(f"the terms of a KernelSum must be single kernels, got {kernel!r}")
-        for weight in self.weights:
-            if isinstance(weight, (int, float)) and not weight >= 0:
-                raise ValueError(f"weights of a KernelSum must be at least 0, got {weight}")
+        object.__setattr__(self, "weights", tuple(_checked_weight(w) for w in self.weights))
 
     @property
     def name(self) -> str:
@@ -83,6 +90,21 @@ class KernelSum(Kernel):
         object.__setattr__(kernel_sum, "weights", tuple(weights))
         object.__setattr__(kernel_sum, "kernels", kernels)
         return kernel_sum
+
+
+def _checked_weight(weight):
+    if isinstance(weight, jax.core.Tracer):
+        return weight
+    dtype = np.asarray(weight).dtype
+    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+        raise TypeError(f"weights of a KernelSum must be real numbers, got {weight!r}")
+    if np.ndim(weight):
+        return weight
+    # A number of Python's is hashable, so the kernel can be a static argument of compiled functions.
+    weight = float(weight)
+    if not weight >= 0:
+        raise ValueError(f"weights of a KernelSum must be at least 0, got {weight}")
+    return weight
 
 
 def _terms(kernel: Kernel) -> tuple[tuple, tuple[Kernel, ...]]:

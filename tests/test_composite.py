@@ -144,6 +144,35 @@ def test_weights_may_be_traced_differentiated_and_mapped():
     assert np.allclose(mapped[0], energy(RBF * 1.0), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "weight", [jnp.float32(0.5), jnp.array(0.5), np.float32(0.5), np.array(0.5), 0.5]
+)
+def test_weights_that_are_arrays_become_numbers(weight):
+    """So that a kernel can be a static argument of a compiled function: jsvgd.fit makes it one."""
+    for kernel in (weight * RBF, RBF * weight, KernelSum((weight,), (RBF,))):
+        assert kernel == 0.5 * RBF and hash(kernel) == hash(0.5 * RBF)
+        assert type(kernel.weights[0]) is float
+    x, s = draw(5, 2)
+    static = jax.jit(
+        lambda kernel: jsvgd.svgd_direction(x, s, 1.0, kernel=kernel), static_argnums=0
+    )
+    half = jsvgd.svgd_direction(x, s, 1.0) / 2
+    assert relative_error(static(weight * RBF), half) < 1e-6
+
+
+def test_weights_that_are_no_scalars_are_for_vmap_alone():
+    x, s = draw(5, 2)
+    kernel = KernelSum((np.array([0.5, 2.0]), jnp.array([0.0, 1.0])), (RBF, LinearKernel()))
+
+    def phi(kernel):
+        return jsvgd.svgd_direction(x, s, 1.0, kernel=kernel)
+
+    mapped = jax.vmap(phi)(kernel)
+    assert relative_error(mapped[1], phi(2 * RBF + LinearKernel())) < 1e-6
+    with pytest.raises(ValueError, match=r"must be scalars, got one of shape \(2,\)"):
+        phi(kernel)
+
+
 def test_chains_under_vmap():
     x, s = draw(24, 3)
     kernel = RBF + 0.1 * LinearKernel()
@@ -246,6 +275,9 @@ def test_a_profile_of_ones_own_in_a_sum():
         (lambda: as_kernel(3), TypeError, "int"),
         (lambda: LinearKernel(offset=0.0), ValueError, "offset"),
         (lambda: RBF * -1.0, ValueError, "at least 0"),
+        (lambda: jnp.float32(-1.0) * RBF, ValueError, "at least 0, got -1.0"),
+        (lambda: KernelSum((None,), (RBF,)), TypeError, "weights .* real numbers, got None"),
+        (lambda: KernelSum((1j,), (RBF,)), TypeError, "weights .* real numbers, got 1j"),
         (lambda: RBF.widened(0), ValueError, "factor"),
         (lambda: KernelSum((1.0,), (RBF, IMQ)), ValueError, "one weight a kernel"),
         (lambda: KernelSum((1.0,), (RBF + IMQ,)), TypeError, "single kernels"),
