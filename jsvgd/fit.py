@@ -172,7 +172,7 @@ def fit(
     state, history = _run(recipe, numbers, state, stop, progress)
     if resume is not None:
         history = jax.tree.map(lambda *a: np.concatenate(a), resume.history, history)
-    return _result(density, x, state, history, stop, notes)
+    return _result(density, x, state, history, stop, num_steps, notes)
 
 
 def _run(recipe, numbers, state: FitState, stop: int, progress: bool) -> tuple[FitState, Record]:
@@ -197,8 +197,11 @@ def _run(recipe, numbers, state: FitState, stop: int, progress: bool) -> tuple[F
     return state, jax.tree.map(lambda *a: np.concatenate(a), *parts)
 
 
-def _result(density, start, state: FitState, history: Record, stop: int, notes) -> FitResult:
+def _result(
+    density, start, state: FitState, history: Record, stop: int, num_steps: int, notes
+) -> FitResult:
     x = state.particles
+    past_half = int(state.step) > num_steps // 2  # before, sds_before are those of the moment
     n, d = x.shape
     finite = jnp.all(jnp.isfinite(state.scores), axis=1)
     scores = jnp.where(finite[:, None], state.scores, 0)
@@ -206,7 +209,7 @@ def _result(density, start, state: FitState, history: Record, stop: int, notes) 
     sds = diagonal_factor(x)
     half = history.turning[len(history.turning) // 2 :]
     split = fit_checks.split_check(np.asarray(x))
-    halfway_known = int(state.step) > 1
+    particles = jax.jit(jax.vmap(lambda vector: density.position(vector)[0]))(x)
     diagnostics = fit_checks.Diagnostics(
         num_particles=n,
         dimension=d,
@@ -214,7 +217,7 @@ def _result(density, start, state: FitState, history: Record, stop: int, notes) 
         mean_residual=float(jnp.max(jnp.abs(check.mean_residuals))),
         spread_residual=float(jnp.max(jnp.abs(check.spread_residuals))),
         sd_drift=float(jnp.max(jnp.abs(jnp.log(sds / state.sds_before))))
-        if halfway_known
+        if past_half
         else math.nan,
         ksd=float(check.ksd),
         ksd_ratio=float(check.ksd_ratio),
@@ -224,12 +227,12 @@ def _result(density, start, state: FitState, history: Record, stop: int, notes) 
         retries=int(state.retries),
         step_factor=float(state.step_factor),
         lost=n - int(jnp.sum(finite)),
+        overflowed=n - int(np.sum(np.all(np.isfinite(to_matrix(particles)[0]), axis=1))),
         split=split.explained,
         split_share=split.smaller_share,
         other_basin=fit_checks.basin_check(density, start, x),
     )
     verdict, found = judge(diagnostics, complete=int(state.step) >= stop)
-    particles = jax.jit(jax.vmap(lambda vector: density.position(vector)[0]))(x)
     found = tuple(notes) + found
     for warning in found:
         warnings.warn(f"jsvgd.fit: {warning}", stacklevel=3)

@@ -36,10 +36,11 @@ class Diagnostics(NamedTuple):
 
     Attributes:
       num_particles, dimension, num_steps: N, d, steps made in all.
-      mean_residual: largest over the parameters of |E[s]| sd: 0 at the posterior, about 1/sqrt(N) for
-        independent draws.
-      spread_residual: largest of |1 + E[(x - mean) s]|: 0 at the posterior, where it is Stein's identity.
-      sd_drift: largest |log| of the ratio of an sd at the end to that after half of the steps.
+      mean_residual: largest over the whitened coordinates of |E[s]|: 0 at the posterior, about 1/sqrt(N)
+        for independent draws, however correlated.
+      spread_residual: largest of |1 + E[(z - mean) s]|: 0 at the posterior, where it is Stein's identity.
+      sd_drift: largest |log| of the ratio of an sd at the end to that after half of the steps; NaN until
+        the run is past half.
       ksd: kernel Stein discrepancy in whitened coordinates, rbf kernel of the median distance.
       ksd_ratio: its square over what independent draws have on average: 1 for those, below for particles
         that SVGD has placed evenly, far above where they are not the target's.
@@ -49,8 +50,9 @@ class Diagnostics(NamedTuple):
       retries: blocks of steps that the guard has undone.
       step_factor: what it has left of the step size.
       lost: particles whose score is not finite.
+      overflowed: particles that are not finite in the user's coordinates.
       split: share of the variance, in the most divided direction, that two groups explain: 0.64 for a
-        normal distribution, 0.75 for a uniform one, near 1 for two far modes.
+        normal distribution, 0.75 for a uniform one, near 1 for two far modes. NaN for N < 20.
       split_share: share of the particles in the smaller group.
       other_basin: share of the starting points that climb to another mode than most; 0 where all that
         arrive anywhere arrive at one.
@@ -70,13 +72,14 @@ class Diagnostics(NamedTuple):
     retries: int
     step_factor: float
     lost: int
+    overflowed: int
     split: float
     split_share: float
     other_basin: float
 
 
 class TargetCheck(NamedTuple):
-    """Stein's identity a parameter, (d,) each, and the kernel Stein discrepancy."""
+    """Stein's identity a whitened coordinate, (d,) each, and the kernel Stein discrepancy."""
 
     mean_residuals: jax.Array
     spread_residuals: jax.Array
@@ -86,17 +89,35 @@ class TargetCheck(NamedTuple):
 
 @jax.jit
 def target_check(particles: jax.Array, scores: jax.Array) -> TargetCheck:
-    """How well particles (N, d) with their scores satisfy Stein's identity."""
-    x, sds = particles - centre(particles), diagonal_factor(particles)
-    first = sds * jnp.mean(scores, axis=0)
-    second = 1 + jnp.mean((x / sds) * (scores * sds), axis=0)
+    """How well particles (N, d) with their scores satisfy Stein's identity.
+
+    In coordinates whitened by the covariance of the particles: coordinate by coordinate the noise of
+    E[s] sd grows with the correlations. Where N <= d + 1 or the covariance is numerically singular
+    each coordinate is divided by its standard deviation alone.
+    """
+    x = particles - centre(particles)
     factor = covariance_factor(particles)
     z, s = to_whitened(factor, x), whitened_scores(factor, scores)
+    first, second = _stein_means(z, s)
+    if factor.ndim == 2:
+        sds = diagonal_factor(particles)
+        # What a singular covariance whitens has not the covariance I.
+        correlation = jnp.matmul(z.T, z, precision=jax.lax.Precision.HIGHEST) / (len(z) - 1)
+        whitened = jnp.max(jnp.abs(correlation - jnp.eye(len(correlation)))) < 0.1
+        plain = _stein_means(x / sds, scores * sds)
+        first, second = (
+            jnp.where(whitened, a, b) for a, b in zip((first, second), plain, strict=True)
+        )
     h = median_bandwidth(z, rule="median_distance")
     squared = jnp.maximum(jnp.mean(ksd_contributions(z, s, bandwidth=h, kernel="rbf")), 0)
     # The mean over independent draws is that of the diagonal of the Stein kernel, over N.
     independent = (jnp.mean(jnp.sum(s * s, axis=1)) + z.shape[1] / h) / z.shape[0]
     return TargetCheck(first, second, jnp.sqrt(squared), squared / independent)
+
+
+def _stein_means(z, s) -> tuple[jax.Array, jax.Array]:
+    """E[s] and 1 + E[z s], (d,) each."""
+    return jnp.mean(s, axis=0), 1 + jnp.mean(z * s, axis=0)
 
 
 CLIMBERS, CLIMB_STEPS, LAST_STEPS = 100, 200, 30

@@ -2,7 +2,7 @@
 
 A block is ``refresh_every`` steps with one preconditioner and one bandwidth. After it the scores and the
 residual of Stein's identity are looked at: a block that ends in numbers that are not finite, or that
-raises the residual hugely, is undone and made again with half the step.
+raises the residual hugely or loses a tenth of the particles, is undone and made again with half the step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class FitState(NamedTuple):
       step_factor: <= 1, what the guard has made of the step size.
       retries: blocks undone so far, int32.
       sds_before: sds of the particles after half of the steps, (d,).
-      travelled: rms over the particles of the path's length, in sds of the moment.
+      lost_at_start: particles without a finite score before the first step, int32.
     """
 
     particles: jax.Array
@@ -82,7 +82,7 @@ class FitState(NamedTuple):
     step_factor: jax.Array
     retries: jax.Array
     sds_before: jax.Array
-    travelled: jax.Array
+    lost_at_start: jax.Array
 
 
 class Record(NamedTuple):
@@ -121,14 +121,15 @@ def scores_of(logdensity: Callable, particles: jax.Array, batch_size: int | None
 def start(recipe: Recipe, particles: jax.Array) -> FitState:
     """The state before the first step."""
     dtype = particles.dtype
+    scores = scores_of(recipe.logdensity, particles, recipe.score_batch_size).astype(dtype)
     return FitState(
         particles,
-        scores_of(recipe.logdensity, particles, recipe.score_batch_size).astype(dtype),
+        scores,
         jnp.zeros((), jnp.int32),
         jnp.ones((), dtype),
         jnp.zeros((), jnp.int32),
         diagonal_factor(particles),
-        jnp.zeros((), dtype),
+        _count_lost(scores),
     )
 
 
@@ -185,10 +186,11 @@ def _guarded_block(recipe, numbers, state, stop):
     tried, record = _block(recipe, numbers, state, stop, coordinates, h)
     after = coordinates.residual(tried)
 
-    lost = _count_lost(tried.scores) - _count_lost(state.scores)
+    lost = _count_lost(tried.scores) - state.lost_at_start
     limit = jnp.maximum(TOLERATED_GROWTH * before, TOLERATED_RESIDUAL)
     accepted = jnp.all(jnp.isfinite(tried.particles)) & (after <= limit)
-    # A few particles may stray out of the domain for a while: the others pull them back.
+    # A few particles may stray out of the domain for a while: the others pull them back. They are counted
+    # since the start of the run, or all would leave in turn.
     accepted &= lost <= tried.particles.shape[0] // 10
     undone = state._replace(step_factor=state.step_factor / 2, retries=state.retries + 1)
     tried = tried._replace(step_factor=jnp.minimum(1.25 * tried.step_factor, 1.0))
@@ -241,7 +243,7 @@ def _block(recipe, numbers, state, stop, coordinates, h):
             state.step_factor,
             state.retries,
             sds,
-            state.travelled + length * rms,
+            state.lost_at_start,
         )
         return moved, z, phi, _Moves(rms, turning)
 
@@ -261,4 +263,4 @@ def stein_residual(z: jax.Array, s: jax.Array) -> jax.Array:
 
 
 def _count_lost(scores) -> jax.Array:
-    return jnp.sum(~jnp.all(jnp.isfinite(scores), axis=1))
+    return jnp.sum(~jnp.all(jnp.isfinite(scores), axis=1), dtype=jnp.int32)

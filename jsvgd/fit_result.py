@@ -88,9 +88,10 @@ def summarise(particles: Any) -> Summary:
         names += [name + (f"[{','.join(map(str, i))}]" if i else "") for i in indices]
         columns.append(rows)
     x = np.concatenate(columns, axis=1)
-    q05, median, q95 = np.quantile(x, [0.05, 0.5, 0.95], axis=0)
-    sd = x.std(axis=0, ddof=1) if len(x) > 1 else np.zeros(x.shape[1])
-    return Summary(tuple(names), x.mean(axis=0), sd, q05, median, q95)
+    with np.errstate(invalid="ignore"):  # of infinite particles, which the verdict names
+        q05, median, q95 = np.quantile(x, [0.05, 0.5, 0.95], axis=0)
+        sd = x.std(axis=0, ddof=1) if len(x) > 1 else np.zeros(x.shape[1])
+        return Summary(tuple(names), x.mean(axis=0), sd, q05, median, q95)
 
 
 def _part(key, first) -> str:
@@ -100,23 +101,42 @@ def _part(key, first) -> str:
 
 # Beyond these a figure is named in a warning. Residuals of independent draws at N = 100 are about 0.1.
 DRIFT, MEAN_RESIDUAL, SPREAD_RESIDUAL = 0.05, 0.2, 0.3
-KSD_RATIO, SPLIT, TURNING = 3.0, 0.85, -0.3
+KSD_RATIO, TURNING = 3.0, -0.3
+# Of a uniform distribution two halves explain 0.75, of 60 draws from it up to 0.84 in the worst direction.
+SPLIT, SPLIT_NOISE = 0.79, 0.4
 MOVING = 5e-3  # rms direction, in sds: below, steps have nothing left to overshoot
 
 
 def judge(d: Diagnostics, complete: bool = True) -> tuple[str, tuple[str, ...]]:
-    """The verdict and the warnings that these figures call for."""
+    """The verdict and the warnings that these figures call for. A figure that is NaN is never good."""
     failures, doubts = [], []
     if not complete:
         failures.append(
             f"stopped after {d.num_steps} steps: the step size fell to {d.step_factor:.1e} of the one "
-            "asked for and the steps still blew up. Check that the log density is smooth, rescale "
-            "its parameters, or start nearer to the posterior."
+            "asked for and the steps still blew up or left the domain. State the supports of the "
+            "parameters, supports=, check that the log density is smooth, rescale its parameters, or "
+            "start nearer to the posterior."
         )
     if d.lost:
         failures.append(
             f"{d.lost} of {d.num_particles} particles lie where the log density has no finite "
-            "gradient: state the supports of the parameters, or compute in float64."
+            "gradient: state the supports of the parameters, supports=, or compute in float64."
+        )
+    if d.overflowed:
+        failures.append(
+            f"{d.overflowed} of {d.num_particles} particles are not finite in the units of the parameters, "
+            "nor is the summary: pass float64 particles, or make the logarithm the parameter."
+        )
+    # Those that may be NaN in a sound run have words of their own below.
+    unknown = [
+        name
+        for name, value in d._asdict().items()
+        if np.isnan(value) and name not in ("sd_drift", "split", "split_share")
+    ]
+    if unknown:
+        failures.append(
+            f"{', '.join(unknown)} cannot be computed (NaN): nothing is known of these particles. Check "
+            "that the log density and its gradient are finite and far from overflow around them."
         )
     too_few = d.num_particles <= d.dimension + 1
     if 1 < d.num_particles <= d.dimension + 1:
@@ -134,6 +154,12 @@ def judge(d: Diagnostics, complete: bool = True) -> tuple[str, tuple[str, ...]]:
         doubts.append(
             f"successive steps turn back on each other (cosine {d.turning:.2f}): the step size is too "
             "large. Lower step_size."
+        )
+    if np.isnan(d.sd_drift):
+        doubts.append(
+            f"the run is too short to judge: it stopped after {d.num_steps} steps, no more than half of "
+            "num_steps, and whether the standard deviations have settled shows in the second half. "
+            "Go on with resume."
         )
     if d.sd_drift > DRIFT:
         doubts.append(
@@ -153,13 +179,19 @@ def judge(d: Diagnostics, complete: bool = True) -> tuple[str, tuple[str, ...]]:
             f"the squared kernel Stein discrepancy is {d.ksd_ratio:.1f} times that of independent draws: "
             "the shape is not the posterior's yet. Take more steps or more particles."
         )
-    if d.split > SPLIT:
+    split_limit = SPLIT + SPLIT_NOISE / np.sqrt(d.num_particles)
+    if d.split > split_limit:
         doubts.append(
             f"the particles form two groups far apart ({100 * d.split_share:.0f}% in the smaller one): "
             "SVGD does not repair the weights of separated modes, the shares are those of the "
             "start. Use tempering or MCMC for the weights, and read each mode alone."
         )
-    if d.split <= SPLIT and d.other_basin:
+    if np.isnan(d.split) and d.num_particles > 1:
+        doubts.append(
+            f"{d.num_particles} particles are too few to tell whether they form groups far apart: take at "
+            "least 20."
+        )
+    if not d.split > split_limit and d.other_basin > 0:
         doubts.append(
             f"{100 * d.other_basin:.0f}% of the starting points lie in the basin of another mode, and the "
             "particles have gathered in one: the other modes are missing. Use tempering or MCMC "

@@ -1,7 +1,9 @@
 """What the diagnostics of ``fit`` flag, and what they leave alone."""
 
+import functools
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -104,6 +106,32 @@ def test_domain_without_gradient_is_an_error_or_a_failure():
     assert not result.good
 
 
+def test_particles_that_leave_the_domain_in_turn_fail_with_finite_numbers():
+    """Each block of steps may lose only what the run may lose in all."""
+
+    def exponential(x):
+        return jnp.where(jnp.all(x > 0), -jnp.sum(x), -jnp.inf)
+
+    start = jnp.abs(normal(60, 2))
+    result = quiet(exponential, start)
+    assert result.verdict.startswith("failed") and said(result, "supports=")
+    assert result.diagnostics.lost <= 6
+    assert np.all(np.isfinite(result.unconstrained)) and np.all(result.summary.sd < 100)
+
+
+def test_particles_beyond_the_largest_float_are_said():
+    pytest.importorskip("numpyro")
+    start = jnp.exp(normal(60, 1))
+    result = quiet(
+        lambda x: jnp.sum(-0.5 * (jnp.log(x) / 60) ** 2 - jnp.log(x)), start, supports="positive"
+    )
+    assert np.isnan(result.summary.sd[0])
+    assert result.verdict.startswith("failed")
+    assert said(
+        result, f"{result.diagnostics.overflowed} of 60 particles are not finite in the units"
+    )
+
+
 def test_figures_of_independent_draws():
     x = normal(2000, 4)
     check = target_check(x, -x)
@@ -112,6 +140,51 @@ def test_figures_of_independent_draws():
     wrong = target_check(x + 1.0, -(x + 1.0))
     assert wrong.ksd_ratio > 50
     assert np.allclose(wrong.mean_residuals, -1, atol=0.1)
+
+
+def test_residuals_do_not_grow_with_correlation():
+    covariance = np.array([[1, 0.999], [0.999, 1]])
+    x = normal(2000, 2) @ np.float32(np.linalg.cholesky(covariance)).T
+    check = target_check(x, -x @ np.float32(np.linalg.inv(covariance)))
+    assert np.max(np.abs(check.mean_residuals)) < 0.1
+    assert np.max(np.abs(check.spread_residuals)) < 0.1
+    # Twice the same parameter cannot be whitened: its own scale remains.
+    twice = target_check(jnp.repeat(x[:, :1], 2, axis=1), -jnp.repeat(x[:, :1], 2, axis=1) / 2)
+    assert np.allclose(twice.spread_residuals, 0.5, atol=0.05)
+
+
+def test_a_rotated_gaussian_of_condition_1e8_does_not_fail():
+    rotation = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0]
+    inverse = jnp.float32((rotation / np.array([1e-4, 1e-2, 1])).T)
+    result = quiet(lambda x: standard(inverse @ x), normal(100, 3))
+    assert not result.verdict.startswith("failed"), str(result)
+
+
+@pytest.mark.parametrize("n", [60, 500])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        np.random.Generator.uniform,
+        np.random.Generator.exponential,
+        np.random.Generator.laplace,
+        functools.partial(np.random.Generator.standard_t, df=3),
+    ],
+    ids=["uniform", "exponential", "laplace", "t3"],
+)
+def test_one_group_is_not_called_two(draw, n, good):
+    for seed in range(20):
+        split = split_check(draw(np.random.default_rng(seed), size=(n, 2)))
+        figures = good._replace(split=split.explained, num_particles=n)
+        assert judge(figures)[1] == (), seed
+
+
+def test_modes_six_sds_apart_are_called_two():
+    def near_modes(x):
+        return jnp.logaddexp(standard(x - 3), standard(x + 3))
+
+    for seed in (0, 1):
+        start = jax.random.normal(jax.random.key(seed), (100, 2))
+        assert said(quiet(near_modes, start), "two groups far apart"), seed
 
 
 def test_split_of_known_distributions():
@@ -123,8 +196,13 @@ def test_split_of_known_distributions():
     assert split.explained > 0.9 and split.smaller_share == 0.2
 
 
-def test_every_figure_has_its_warning():
-    good = quiet(standard, normal(100, 3)).diagnostics
+@pytest.fixture(scope="module")
+def good():
+    """Figures of a fit that nothing speaks against."""
+    return quiet(standard, normal(100, 3)).diagnostics
+
+
+def test_every_figure_has_its_warning(good):
     assert judge(good)[1] == ()
     for change, words in [
         ({"ksd_ratio": 9.0}, "kernel Stein discrepancy is 9.0 times"),
@@ -135,3 +213,23 @@ def test_every_figure_has_its_warning():
         verdict, found = judge(good._replace(**change))
         assert not verdict.startswith("good") and len(found) == 1 and words in found[0]
     assert judge(good, complete=False)[0].startswith("failed")
+
+
+def test_no_figure_that_is_nan_is_good(good):
+    names = [name for name, value in good._asdict().items() if isinstance(value, float)]
+    assert len(names) == 12
+    for name in names:
+        verdict, found = judge(good._replace(**{name: float("nan")}))
+        if name != "split_share":  # which split goes with
+            assert not verdict.startswith("good") and len(found) == 1, name
+
+
+def test_a_run_stopped_before_half_is_too_short_to_judge():
+    def heavy(x):
+        return -jnp.sum(jnp.log1p(x**2))
+
+    result = quiet(heavy, normal(60, 2), stop_after=20, num_steps=40)
+    assert np.isnan(result.diagnostics.sd_drift)
+    assert said(result, "too short to judge: it stopped after 20 steps") and not result.good
+    result = quiet(heavy, normal(60, 2), stop_after=21, num_steps=40)
+    assert result.diagnostics.sd_drift > 0 and not said(result, "too short")
