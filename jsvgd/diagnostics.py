@@ -17,7 +17,7 @@ from jsvgd import stein_terms
 from jsvgd.arguments import check_bandwidth, check_matrix
 from jsvgd.bandwidth import resolve_bandwidth
 from jsvgd.composite import as_kernel
-from jsvgd.kernels import RadialKernel, get_kernel
+from jsvgd.kernels import Kernel, RadialKernel, get_kernel
 from jsvgd.streamed import map_row_blocks
 
 __all__ = [
@@ -38,7 +38,7 @@ def ksd(
     scores: jax.Array,
     *,
     bandwidth="median_distance",
-    kernel: str | RadialKernel = "imq",
+    kernel: str | Kernel | Callable = "imq",
     statistic: str = "v",
 ) -> jax.Array:
     """Kernel Stein discrepancy between particles and the density that the scores belong to.
@@ -82,7 +82,7 @@ def ksd_contributions(
     scores: jax.Array,
     *,
     bandwidth="median_distance",
-    kernel: str | RadialKernel = "imq",
+    kernel: str | Kernel | Callable = "imq",
     statistic: str = "v",
 ) -> jax.Array:
     """What each particle adds: (N,) means over j of k_p(x_i, x_j), for "u" over j != i.

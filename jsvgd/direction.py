@@ -90,7 +90,7 @@ def svgd_update(
     bandwidth: jax.Array | float,
     step_size: jax.Array | float,
     *,
-    kernel: str | RadialKernel = "rbf",
+    kernel: str | Kernel | Callable = "rbf",
     repulsion: jax.Array | float = 1.0,
     precision: str = "high",
     implementation: str | None = None,

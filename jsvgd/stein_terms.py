@@ -15,7 +15,7 @@ from jsvgd.composite import FunctionKernel, LinearKernel, terms_of
 from jsvgd.kernels import Kernel, RadialKernel
 from jsvgd.streamed import map_row_blocks
 
-__all__ = ["contributions"]
+__all__ = ["contributions", "row_and_diagonal"]
 
 
 def contributions(
@@ -48,6 +48,33 @@ def contributions(
     return total
 
 
+def row_and_diagonal(
+    particles: jax.Array, scores: jax.Array, *, kernel: LinearKernel | FunctionKernel
+) -> tuple[Callable[[jax.Array], jax.Array], jax.Array]:
+    """A function of i that gives k_p(x_i, x_j) for all j, (N,), and k_p(x_i, x_i) for all i, (N,).
+
+    Args:
+      particles, scores: (N, d).
+      kernel: one that is neither radial nor a sum.
+    """
+    if isinstance(kernel, LinearKernel):
+        x, s = particles - kernel.origin(particles), scores
+        own = jnp.sum(s * x, axis=1)
+
+        def row(i):
+            values = _product(s, s[i]) * (kernel.offset + _product(x, x[i]))
+            return values + own + own[i] + x.shape[1]
+
+        squares = jnp.sum(s * s, axis=1)
+        return row, squares * (kernel.offset + jnp.sum(x * x, axis=1)) + 2 * own + x.shape[1]
+    pair = _pair(kernel.function)
+
+    def row(i):
+        return jax.vmap(pair, (None, None, 0, 0))(particles[i], scores[i], particles, scores)
+
+    return row, jax.vmap(pair)(particles, scores, particles, scores)
+
+
 def _product(a, b):
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
@@ -72,12 +99,8 @@ def _linear(kernel: LinearKernel, particles, scores):
 
 def _function(kernel: FunctionKernel, particles, scores):
     """By automatic differentiation, a block of rows at a time: O(N^2 d^2)."""
-    k = kernel.function
+    pair = _pair(kernel.function)
     n, d = particles.shape
-
-    def pair(x, s, y, t):
-        mixed = jax.jacfwd(jax.grad(k), argnums=1)(x, y)
-        return s @ t * k(x, y) + s @ jax.grad(k, 1)(x, y) + t @ jax.grad(k)(x, y) + jnp.trace(mixed)
 
     def block(x, s):
         row = jax.vmap(pair, (None, None, 0, 0))
@@ -85,3 +108,13 @@ def _function(kernel: FunctionKernel, particles, scores):
 
     rows = map_row_blocks(block, (particles, scores), n * d * d)
     return rows, jax.vmap(pair)(particles, scores, particles, scores)
+
+
+def _pair(k: Callable) -> Callable:
+    """k_p(x, y) as a function of x, s_x, y, s_y."""
+
+    def pair(x, s, y, t):
+        mixed = jax.jacfwd(jax.grad(k), argnums=1)(x, y)
+        return s @ t * k(x, y) + s @ jax.grad(k, 1)(x, y) + t @ jax.grad(k)(x, y) + jnp.trace(mixed)
+
+    return pair

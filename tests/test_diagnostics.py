@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jsvgd.bandwidth import median_bandwidth
+from jsvgd.composite import FunctionKernel, LinearKernel
 from jsvgd.diagnostics import (
     collapse_summary,
     ksd,
@@ -15,7 +16,7 @@ from jsvgd.diagnostics import (
     laplace_variance,
     mmd,
 )
-from jsvgd.kernels import RadialKernel
+from jsvgd.kernels import IMQ, RadialKernel
 from jsvgd.thinning import stein_thinning
 from tests.problems import draw, relative_error, wide
 
@@ -50,8 +51,11 @@ def test_ksd_is_what_three_packages_recorded(x64, reference_data, dtype, digits)
 def dense_stein(x, s, h, profile):
     """k_p from the definition, every derivative by autodiff."""
 
-    def k(x, y):
-        return profile(jnp.sum((x - y) ** 2 / h) / 2)
+    return stein_matrix(lambda x, y: profile(jnp.sum((x - y) ** 2 / h) / 2), x, s)
+
+
+def stein_matrix(k, x, s):
+    """The same for any k."""
 
     def k_p(x, s, y, t):
         cross = jax.jacfwd(jax.grad(k, 1), 0)(x, y)
@@ -149,8 +153,8 @@ def test_mmd_is_the_definition(x64, kernel, n, m, d):
     assert mmd(x, x, kernel=kernel) < 1e-7
 
 
-def greedy(x, s, m, h, profile):
-    matrix = np.asarray(dense_stein(x, s, h, profile))
+def greedy(matrix, m):
+    matrix = np.asarray(matrix)
     objective, chosen = np.diagonal(matrix) / 2, []
     for _ in range(m):
         chosen.append(int(np.argmin(objective)))
@@ -163,12 +167,45 @@ def greedy(x, s, m, h, profile):
 def test_thinning_is_the_greedy_choice(x64, kernel, n, d, m):
     x, s = draw(n, d, dtype=np.float64)
     chosen = stein_thinning(x, s, m, bandwidth=2.0, kernel=kernel)
-    assert chosen.tolist() == greedy(x, s, m, 2.0, PROFILES[kernel])
+    assert chosen.tolist() == greedy(dense_stein(x, s, 2.0, PROFILES[kernel]), m)
     assert chosen.dtype == jnp.int32
     median = float(median_bandwidth(x, rule="median_distance"))
     if n > 1:
-        expected = greedy(x, s, m, median, PROFILES[kernel])
+        expected = greedy(dense_stein(x, s, median, PROFILES[kernel]), m)
         assert stein_thinning(x, s, m, kernel=kernel).tolist() == expected
+
+
+def cosine(x, y):
+    return jnp.sum(jnp.cos(x - y)) + 0.5 * (x @ y) ** 2
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "linear",
+        LinearKernel(2.0, centred=False),
+        cosine,
+        IMQ + 0.3 * LinearKernel() + 0.2 * FunctionKernel(cosine),
+    ],
+)
+def test_thinning_takes_the_kernels_of_ksd(x64, kernel):
+    x, s = map(jnp.asarray, draw(30, 2, offset=0.5, dtype=np.float64))
+
+    def linear(origin, offset):
+        return stein_matrix(lambda a, b: offset + (a - origin) @ (b - origin), x, s)
+
+    if kernel == "linear":
+        matrix = linear(x.mean(0), 1.0)
+    elif isinstance(kernel, LinearKernel):
+        matrix = linear(0.0, 2.0)
+    elif kernel is cosine:
+        matrix = stein_matrix(cosine, x, s)
+    else:
+        matrix = dense_stein(x, s, 2.0, PROFILES["imq"]) + 0.3 * linear(x.mean(0), 1.0)
+        matrix += 0.2 * stein_matrix(cosine, x, s)
+    chosen = stein_thinning(x, s, 40, bandwidth=2.0, kernel=kernel)
+    assert chosen.tolist() == greedy(matrix, 40)
+    assert np.isclose(jnp.mean(matrix), ksd(x, s, bandwidth=2.0, kernel=kernel) ** 2)
 
 
 def test_thinning_is_that_of_stein_thinning(x64):
@@ -227,6 +264,11 @@ X = np.zeros((4, 2), np.float32)
         (ValueError, r"y must have shape \(M, 2\) like x", lambda: mmd(X, X[:, :1])),
         (ValueError, "at least two y, got 1", lambda: mmd(X, X[:1], statistic="u")),
         (ValueError, "m must be a whole number", lambda: stein_thinning(X, X, 0)),
+        (
+            ValueError,
+            "kernel must be .* got 'laplace'",
+            lambda: stein_thinning(X, X, 1, kernel="laplace"),
+        ),
         (ValueError, "m must be a whole number", lambda: stein_thinning(X, X, 2.0)),
         (ValueError, "reference_variance must be", lambda: collapse_summary(X, np.ones(3))),
         (ValueError, "tolerance must be at least 0", lambda: collapse_summary(X, tolerance=-1)),
