@@ -6,6 +6,7 @@ A bandwidth h is a squared length: the kernel is exp(-|x - y|^2 / (2 h)).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -104,6 +105,9 @@ def _implementation(n, d, dtype, implementation: str | None) -> str:
     return implementation
 
 
+@functools.partial(
+    jax.jit, static_argnums=(1, 2)
+)  # so that a call outside of jit gives the same bits
 def _bandwidth(x: jax.Array, rule: BandwidthRule, implementation: str) -> jax.Array:
     n = x.shape[0]
     if n == 1 and (rule.single_particle is not None or not rule.diagonal):

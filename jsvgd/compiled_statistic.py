@@ -12,9 +12,9 @@ import importlib
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import linear_call
 
 from jsvgd import dispatch
+from jsvgd.coordinates import middle
 from jsvgd.dispatch import Choice
 
 __all__ = ["choose", "order_statistics", "supports"]
@@ -51,7 +51,8 @@ def order_statistics(particles: jax.Array, ranks: tuple[int, ...], *, interpret:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # eager calls would launch pass by pass
 def _select(particles, ranks, interpret):
-    return _kernels("triton_rank").order_statistics(particles, ranks, interpret=interpret)
+    with jax.enable_x64(False):  # the kernels count in 32 bits
+        return _kernels("triton_rank").order_statistics(particles, ranks, interpret=interpret)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -69,26 +70,34 @@ def _with_derivative_jvp(interpret, primals, tangents):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _tied_gradients(interpret, found, v) -> jax.Array:
     """For each rank, the mean over the pairs that tie of 2 (e_i - e_j) (v_i - v_j): (R, N, d)."""
-    v = v - jnp.mean(v, axis=0)  # makes no difference but of rounding
-    sums, twice = _kernels("triton_ties").laplacian(found, v, interpret=interpret)
-    # No tie at all would mean that a distance came out differently there: NaN, not a silent zero.
-    scale = jnp.where(twice > 0, 4 / jnp.maximum(twice, 1), jnp.nan)
-    return sums * scale[:, None, None]
+    return _laplacians(interpret, found, v)
+
+
+def _laplacians(interpret, found, v):
+    # Differences do not depend on the centre, but its distance is what they are rounded at.
+    v = v - middle(v)
+    with jax.enable_x64(False):
+        sums, twice = _kernels("triton_ties").laplacian(found, v, interpret=interpret)
+        # No tie at all would mean that a distance came out differently there: NaN, not a silent zero.
+        scale = jnp.where(twice > 0, 4 / jnp.maximum(twice, 1), jnp.nan)
+        return sums * scale[:, None, None]
 
 
 @_tied_gradients.defjvp
 def _tied_gradients_jvp(interpret, primals, tangents):
     found, v = primals
-
-    def apply(found, v):
-        return _tied_gradients(interpret, found, v)
-
-    def transpose(found, cotangent):
-        # Symmetric: each rank's Laplacian once more.
-        total = jnp.zeros_like(cotangent[0])
-        for q, part in enumerate(cotangent):
-            total += apply(found._replace(keys=found.keys[q : q + 1]), part)[0]
-        return total
-
     fixed = jax.tree.map(lax.stop_gradient, found)
-    return apply(found, v), linear_call(apply, transpose, fixed, tangents[1])
+
+    def each(_, vs):
+        """Each rank's Laplacian of an array of its own, (R, N, d) to (R, N, d)."""
+        parts = [
+            _laplacians(interpret, fixed._replace(keys=fixed.keys[q : q + 1]), u)
+            for q, u in enumerate(vs)
+        ]
+        return jnp.concatenate(parts)
+
+    # JAX cannot transpose a kernel, but each Laplacian is symmetric: as the solution of a system whose
+    # matrix is the identity, it may say so, and still be batched.
+    tangent = jnp.broadcast_to(tangents[1], (found.keys.shape[0], *v.shape))
+    linear = lax.custom_linear_solve(lambda x: x, tangent, each, symmetric=True)
+    return _tied_gradients(interpret, found, v), linear

@@ -25,6 +25,7 @@ __all__ = [
     "compute_dtype",
     "half_reach",
     "is_beyond",
+    "middle",
     "raw",
     "standardise",
 ]
@@ -40,6 +41,9 @@ FAR_COARSE, FAR_BACKWARD_COARSE = 100.0, 25.0
 
 # Particles whose mean is the centre, in even steps over all of them.
 CENTRE = 1024
+
+# Particles whose median is the middle: fewer than half of them may be anywhere.
+MIDDLE = 63
 
 
 def compute_dtype(*arrays):
@@ -124,3 +128,9 @@ def _any_of_the_batch(axis_size, in_batched, excess):
     # A chain that is lost to NaN has no say.
     del axis_size, in_batched
     return _any_positive(jnp.nanmax(excess, axis=0)), False
+
+
+def middle(x: jax.Array) -> jax.Array:
+    """A point (d,) amid most of the rows, whatever a few do: the median of some, coordinate by coordinate."""
+    some = x[:: -(-x.shape[0] // MIDDLE)]
+    return lax.stop_gradient(jnp.sort(some, axis=0)[some.shape[0] // 2])

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jsvgd.coordinates import middle
 from jsvgd.pairs import (
     BlockKeys,
     from_key,
@@ -109,7 +110,7 @@ def _tied_gradients(pairs: BlockKeys, keys, blocks, v) -> jax.Array:
     differentiable in v alone: which pairs tie is locally constant.
     """
     layout = pairs.layout
-    wrapped = layout.wrap(v - lax.stop_gradient(jnp.mean(v, axis=0)))
+    wrapped = layout.wrap(v - middle(v))
 
     @jax.checkpoint  # else reverse mode would keep the mask of every pair
     def block(step, wrapped):

@@ -39,6 +39,7 @@ from pallas_kernels.triton_rank_state import (
     any_open,
     begin,
     counted,
+    limbs_of,
     load,
     step,
     store,
@@ -196,14 +197,10 @@ def _pass(search, ranks, kind, sampled):
                 distances, walk, brackets, thresholds, with_ends, search.one_by_one
             )
             copy = (i + split) % counts_ref.shape[0]
-            for q, part in enumerate(counts):
-                for limb in range(search.limbs):
-                    value, rest = part, part
-                    if limb < search.limbs - 1:
-                        value, rest = part & ((1 << DIGITS) - 1), part >> DIGITS
-                    at = (copy, 0 * i + q, 0 * i + limb, pl.ds(0, w))
-                    plt.atomic_add(counts_ref, at, value.astype(jnp.float32))
-                    part = rest
+            for q, found in enumerate(counts):
+                for limb, part in enumerate(limbs_of(search, found)):
+                    at = (copy, 0 * i + q, 0 * i + limb, pl.ds(0 * i, w))
+                    plt.atomic_add(counts_ref, at, part)
             for k, end in enumerate(ends):
 
                 @pl.when(end > 0)  # most programs have nothing inside a narrow bracket
@@ -214,7 +211,7 @@ def _pass(search, ranks, kind, sampled):
             store(state_out, writes, common, brackets, thresholds)
 
             # With one tile each, the last offset of an even number leaves half of the programs none.
-            has_tiles = is_pair_of_blocks(layout, i, split) | (splits < offsets)
+            has_tiles = is_pair_of_blocks(layout, i, split)
 
             @pl.when(any_open(brackets) & has_tiles)
             def _():

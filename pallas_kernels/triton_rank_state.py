@@ -88,6 +88,15 @@ def _sample_rank(search, rank):
     return min(max(1, round(rank * search.sampled / search.total)), search.sampled)
 
 
+def limbs_of(search, count):
+    """A count in the float32 parts, lowest first, whose sums over programs `counted` puts together."""
+    parts = []
+    for _ in range(search.limbs - 1):
+        parts.append(count & ((1 << DIGITS) - 1))
+        count = count >> DIGITS
+    return [part.astype(jnp.float32) for part in (*parts, count)]
+
+
 def counted(search, before_refs, r):
     """(thresholds, counts, ends) of each rank in the launch before this one, as `Bracket.tighten`
     takes them."""

@@ -1,5 +1,6 @@
 """Bandwidth rules against the libraries they come from, and every form a bandwidth may take."""
 
+import functools
 import json
 import math
 
@@ -17,7 +18,7 @@ from jsvgd.bandwidth import (
     median_bandwidth,
     resolve_bandwidth,
 )
-from tests.problems import wide
+from tests.problems import relative_error, wide
 
 SIZES = [(2, 3), (3, 1), (7, 4), (20, 10)]
 
@@ -223,6 +224,28 @@ def test_transformations_compose():
 
     _, history = jax.lax.scan(step, x[1], length=3)
     assert history[0] == alone[1][0] and (np.diff(history) < 0).all()
+
+
+@pytest.mark.parametrize("rule", ["median", "liu", "blackjax"])
+def test_the_same_bits_with_jit_vmap_and_neither(rule):
+    x = np.random.default_rng(0).normal(size=(40, 20, 3)).astype(np.float32)
+    h = functools.partial(median_bandwidth, rule=rule)
+    alone = np.array([h(one) for one in x])
+    np.testing.assert_array_equal(jax.vmap(h)(x), alone)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(h))(x), alone)
+    np.testing.assert_array_equal(np.array([jax.jit(h)(one) for one in x]), alone)
+
+
+@pytest.mark.parametrize("d", [3, 12])
+@pytest.mark.parametrize("distance", [1e4, 1e10])
+def test_gradient_beside_an_outlier(d, distance):
+    x = np.random.default_rng(0).normal(size=(60, d)).astype(np.float32)
+    x[5] += distance
+    gradients = [
+        jax.grad(functools.partial(median_bandwidth, rule="no_log", implementation=name))(x)
+        for name in ("xla", "dense")
+    ]
+    assert relative_error(*gradients) < 1e-6
 
 
 def test_a_sampled_median_estimates_the_exact_one():

@@ -255,7 +255,7 @@ def dense_ties(x, rank):
     return value, gradient, len(tied)
 
 
-@pytest.mark.parametrize("n, d", [(4, 1), (150, 3)])
+@pytest.mark.parametrize("n, d", [(4, 1), (150, 3), (700, 3)])  # the last in several blocks
 @pytest.mark.parametrize("kind", ["normal", "lattice", "coincident"])
 def test_gradient_is_the_mean_over_tied_pairs(x64, n, d, kind):
     x = wide(cloud(kind, n, d, 1.0, 5))
@@ -313,15 +313,17 @@ def test_not_finite_gives_nan(bad, d):
     assert np.isnan(jax.jit(lambda x: order_statistics(x, (300,)))(x)).all()
 
 
-def test_clusters_far_apart_keep_their_digits():
-    """1e3 widths apart, the expansion |x|^2 + |y|^2 - 2 x.y has no digit of the median left."""
+@pytest.mark.parametrize("distance", [160, 1e4])
+def test_clusters_far_apart_keep_their_digits(distance):
+    """At 1e4 widths the expansion |x|^2 + |y|^2 - 2 x.y has no digit of the median left, at 160 three."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(400, 20))
-    x[:200] += 1e4
+    x[:200] += distance
     x = x.astype(np.float32)
     i, j = np.triu_indices(400, 1)
     exact = np.sort(np.sum((wide(x)[i] - wide(x)[j]) ** 2, axis=1))
-    rank = median_rank(400) - 500
-    assert not by_differences(400, 20)
-    value = order_statistics(jnp.asarray(x), (rank,))
-    np.testing.assert_allclose(value[0], exact[rank - 1], rtol=1e-6)
+    # Within a cluster, and between two.
+    ranks = (median_rank(400) - 500, median_rank(400) + 5000)
+    assert not by_differences(400, 20) and exact[ranks[1] - 1] > 100 * exact[ranks[0] - 1]
+    values = order_statistics(jnp.asarray(x), ranks)
+    np.testing.assert_allclose(values, exact[np.array(ranks) - 1], rtol=1e-6)

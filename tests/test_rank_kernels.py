@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jsvgd import compiled_statistic, median_bandwidth
-from pallas_kernels import triton_rank, triton_rank_bracket, triton_ties
+from pallas_kernels import triton_rank, triton_rank_bracket, triton_rank_state, triton_ties
 from pallas_kernels.triton_rank_bracket import NONE, TOP, Bracket
 from pallas_kernels.triton_rank_state import DIRECT, LAUNCH
 from tests.problems import relative_error, wide
@@ -110,13 +110,15 @@ def check(x, ranks, search):
     [
         ((2, 1), {}),
         ((33, 3), {}),
+        ((96, 2), {"splits": 1}),  # a whole tile between two others
+        ((33, 70), {}),  # two chunks of dimensions
         ((70, 12), {"ends": False, "one_by_one": False}),
         pytest.param(
             (150, 70),
             {"sample": 2, "splits": 1},
             marks=pytest.mark.skipif(
                 not ON_GPU,
-                reason="the interpreter is too slow for it; a typical search of this size stands below",
+                reason="the interpreter is too slow for eight kinds at this size",
             ),
         ),
     ],
@@ -179,6 +181,40 @@ def test_brackets_close_in_the_passes_there_are(numbers, many):
         assert bracket.high == u[(rank - 1) // many]
 
 
+class Ref:
+    """An array that is read as a kernel reads a reference."""
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    def __getitem__(self, index):
+        return jnp.asarray(
+            self.array[
+                tuple(slice(i.start, i.start + i.size) if hasattr(i, "size") else i for i in index)
+            ]
+        )
+
+
+@pytest.mark.parametrize("n", [1000, 6000, 70_000, 1 << 20])
+def test_counts_of_many_programs_add_up_exactly(n):
+    search = triton_rank.plan(n, 20)
+    w, programs = search.thresholds, 4 * triton_rank.COPIES
+    rng = np.random.default_rng(0)
+    largest = min(search.total // programs, 2**31 - 1)
+    parts = rng.integers(0, largest, (programs, w), endpoint=True)
+    parts[:, -1] = largest
+    tally = np.zeros((triton_rank.COPIES, 1, search.limbs, w), np.float32)
+    for program, part in enumerate(parts):
+        limbs = triton_rank_state.limbs_of(search, jnp.asarray(part, jnp.int32))
+        tally[program % triton_rank.COPIES, 0] += np.stack(limbs)
+    assert tally.max() <= 1 << 24  # whole numbers that float32 holds
+    ends = np.zeros((triton_rank.COPIES, 2), np.int32)
+    refs = [None, None, *(Ref(a) for a in (np.zeros((1, w), np.int32), tally, ends))]
+    [(_, (high, low), _)] = triton_rank_state.counted(search, refs, 1)
+    high = 0 if high is None else np.asarray(high, np.int64)
+    np.testing.assert_array_equal((high << 16) + np.asarray(low, np.int64), parts.sum(axis=0))
+
+
 def test_typical_particles_need_few_passes():
     found, *_ = compiled(small_search(150, 70, sample=2, splits=1), (median_rank(150),) * 1)(
         cloud("normal", 150, 70)
@@ -221,6 +257,42 @@ def test_bandwidth_gradient_and_second_derivative():
     for part, whole in zip(found, expected, strict=True):
         assert relative_error(part, whole) < 1e-5
     assert np.count_nonzero(np.any(found[1] != 0, axis=1)) == 2
+
+
+def test_several_tiles_a_program_of_the_gradient(monkeypatch):
+    x = cloud("lattice", 70, 3)
+    search = small_search(70, 3)
+    found, _, (expected, twice) = compiled(search, (median_rank(70),))(x)
+    monkeypatch.setattr(triton_ties.tiles, "MULTIPROCESSORS", 1)
+    sums, again = triton_ties.laplacian(found, x, interpret=not ON_GPU, search=search)
+    assert twice[0] == again[0] > 2
+    np.testing.assert_allclose(sums, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("d", [3, 12])
+def test_gradient_beside_an_outlier(d):
+    x = cloud("normal", 40, d)
+    x[5] += 1e8
+    gradient = jax.grad(bandwidth(KERNELS, rule="no_log"))(jnp.asarray(x))
+    expected = jax.grad(bandwidth("dense", rule="no_log"))(jnp.asarray(x))
+    assert relative_error(gradient, expected) < 1e-6
+
+
+def test_hessian_and_reverse_over_reverse():
+    x = jnp.asarray(cloud("normal", 9, 2))
+    h = bandwidth(KERNELS, rule="median_distance")
+    expected = jax.hessian(bandwidth("dense", rule="median_distance"))(x)
+    for second in (jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))):
+        assert relative_error(jax.jit(second(h))(x), expected) < 1e-5
+
+
+def test_float32_under_x64(x64):
+    x = jnp.asarray(cloud("normal", 40, 12))
+    value, gradient = jax.jit(jax.value_and_grad(bandwidth(KERNELS)))(x)
+    assert value.dtype == gradient.dtype == jnp.float32
+    expected = jax.value_and_grad(bandwidth("dense"))(x)
+    assert relative_error(value, expected[0]) < 1e-5
+    assert relative_error(gradient, expected[1]) < 1e-5
 
 
 def test_gradient_is_the_mean_over_ties():
