@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -15,11 +15,11 @@ import numpy as np
 from jsvgd import dispatch, fit_checks, fit_loop
 from jsvgd import fit_schedules as schedules
 from jsvgd.arguments import at_least, check_real
-from jsvgd.bandwidth import BandwidthRule, check_bandwidth_choice
+from jsvgd.bandwidth import BandwidthRule, BandwidthSchedule, check_bandwidth_choice
 from jsvgd.composite import as_kernel
 from jsvgd.fit_loop import FitState, Numbers, Recipe, Record
 from jsvgd.fit_result import FitResult, judge, summarise
-from jsvgd.preconditioner import as_preconditioner, diagonal_factor
+from jsvgd.preconditioner import Preconditioner, as_preconditioner, diagonal_factor
 from jsvgd.supports import VectorDensity, resolve_supports, unconstrain
 from jsvgd.trees import check_particles, to_matrix
 
@@ -89,7 +89,8 @@ def fit(
       linear_weight: weight of the linear kernel.
       preconditioner: "covariance", "diagonal", None, a matrix or a function of the unconstrained particles
         (N, d); see ``as_preconditioner``.
-      refresh_every: steps between two computations of the preconditioner and the bandwidth.
+      refresh_every: steps between two computations of the preconditioner and the bandwidth. That of a
+        ``Preconditioner`` may be a multiple of it, or None: once, from the particles at the start.
       kernel: "rbf", "imq", or another kernel of ``svgd_direction``.
       bandwidth: in whitened coordinates, in any form of ``resolve_bandwidth``.
       widening: factor of the bandwidth at the start; or a function of the fraction of the steps made.
@@ -110,9 +111,9 @@ def fit(
       ``FitResult``: particles, summary, diagnostics, verdict and warnings.
 
     Raises:
-      ValueError: for sizes out of range, particles outside their supports, a log density that has no
-        finite gradient at any particle.
-      TypeError: where ``logdensity_fn`` is not callable.
+      ValueError: for numbers out of range, a ``resume`` of another run, particles outside their supports, a
+        log density that has no finite gradient at any particle.
+      TypeError: where ``logdensity_fn`` is not callable, and for arguments of another type.
 
     Example:
       >>> import jax, jax.numpy as jnp, jsvgd
@@ -129,8 +130,6 @@ def fit(
         )
     _check_numbers(num_steps, linear_weight, max_move, refresh_every, score_batch_size)
     check_bandwidth_choice(bandwidth)
-    if isinstance(bandwidth, (jax.Array, np.ndarray)):
-        bandwidth = functools.partial(_constant, jnp.asarray(bandwidth))  # hashable
     dispatch.check_names(precision, implementation)
     n = check_particles("particles", particles)
     density, x = _unconstrained(logdensity_fn, particles, supports)
@@ -140,13 +139,14 @@ def fit(
     widening, widening_schedule = schedules.widening_schedule(widening)
     with warnings.catch_warnings(record=True):  # the verdict says it
         warnings.simplefilter("always")
-        preconditioner = as_preconditioner(preconditioner, refresh_every)
-        if preconditioner is not None:
-            preconditioner.check(x)
+        preconditioner, factor = _preconditioner(preconditioner, refresh_every, x)
+    constant_bandwidth = not (
+        isinstance(bandwidth, (str, BandwidthRule, BandwidthSchedule)) or callable(bandwidth)
+    )
     recipe = Recipe(
         logdensity=density,
         kernel=as_kernel(kernel),
-        bandwidth=bandwidth,
+        bandwidth=None if constant_bandwidth else bandwidth,
         preconditioner=preconditioner,
         block_length=refresh_every,
         step_size=step_schedule,
@@ -159,8 +159,16 @@ def fit(
     numbers = Numbers(
         jnp.int32(num_steps),
         *(jnp.asarray(a, x.dtype) for a in (linear_weight, step_size, widening, max_move)),
+        bandwidth=jnp.asarray(bandwidth, x.dtype) if constant_bandwidth else None,
     )
-    state = fit_loop.start(recipe, x) if resume is None else resume.state
+    state = fit_loop.start(recipe, x, factor)
+    if resume is not None:
+        _check_resume(resume, state, num_steps, refresh_every)
+        state = resume.state
+    if state.factor is not None and not np.all(np.isfinite(state.factor)):
+        raise ValueError(
+            "preconditioner gives a factor that is not finite for the particles at the start"
+        )
     if not np.any(np.all(np.isfinite(state.scores), axis=1)):
         raise ValueError(
             f"logdensity_fn has no finite gradient at any of the {n} particles: start inside its "
@@ -237,7 +245,7 @@ def _result(
     for warning in found:
         warnings.warn(f"jsvgd.fit: {warning}", stacklevel=3)
     return FitResult(
-        particles, summarise(particles), diagnostics, verdict, found, history, x, state
+        particles, summarise(particles), diagnostics, verdict, found, history, x, state, num_steps
     )
 
 
@@ -270,9 +278,60 @@ def _part_coincident(rng_key, x, notes) -> jax.Array:
     return jnp.where(same, x + noise, x)
 
 
-def _constant(bandwidth, particles):
-    del particles
-    return bandwidth
+@dataclasses.dataclass(frozen=True)
+class _FactorOf:
+    """The factor of a user's function of the particles; equal where the function is, so compiled once."""
+
+    function: Callable
+
+    def __call__(self, particles):
+        return as_preconditioner(self.function).factor(particles)
+
+
+def _preconditioner(given, refresh_every: int, x) -> tuple[Preconditioner | None, jax.Array | None]:
+    """A hashable preconditioner, or the constant factor of a matrix."""
+    preconditioner = as_preconditioner(given, refresh_every)
+    if preconditioner is None:
+        return None, None
+    preconditioner.check(x)
+    if isinstance(given, (jax.Array, np.ndarray, list, tuple)):
+        return None, preconditioner.factor(x).astype(x.dtype)
+    if not isinstance(given, (str, Preconditioner)):
+        preconditioner = Preconditioner(_FactorOf(given), refresh_every)
+    period = preconditioner.refresh_every
+    if period is not None and period % refresh_every:
+        raise ValueError(
+            "refresh_every of the preconditioner must be None or a multiple of that of fit, "
+            f"{refresh_every}, got {period}"
+        )
+    return preconditioner, None
+
+
+def _check_resume(resume, state: FitState, num_steps: int, refresh_every: int) -> None:
+    """Raises where the state of ``resume`` is not one of this run, which would start at ``state``."""
+    if not isinstance(resume, FitResult):
+        raise TypeError(
+            f"resume must be the FitResult of an earlier call, got {type(resume).__name__}"
+        )
+    if resume.num_steps != num_steps:
+        raise ValueError(
+            f"resume is of a run with num_steps={resume.num_steps}, got num_steps={num_steps}"
+        )
+    for name in ("particles", "factor"):
+        then, now = (_kind(getattr(s, name)) for s in (resume.state, state))
+        if then != now:
+            what = "unconstrained particles" if name == "particles" else "a preconditioner's factor"
+            raise ValueError(f"resume is of a run with {what} of {then}, got {now}")
+    step = int(resume.state.step)
+    if step < num_steps and step % refresh_every:
+        raise ValueError(
+            f"resume is of a run that stopped after {step} steps, which are no whole blocks of "
+            f"refresh_every={refresh_every}"
+        )
+
+
+def _kind(array) -> str:
+    return "None" if array is None else f"shape {array.shape} and dtype {array.dtype}"
 
 
 def _check_numbers(num_steps, linear_weight, max_move, refresh_every, score_batch_size):

@@ -42,8 +42,8 @@ class Recipe(NamedTuple):
 
     logdensity: Callable
     kernel: Kernel
-    bandwidth: Any
-    preconditioner: Preconditioner | None
+    bandwidth: Any  # None where a number or an array is among the numbers
+    preconditioner: Preconditioner | None  # None, too, where a constant factor is in the state
     block_length: int
     step_size: Callable
     widening: Callable
@@ -54,13 +54,17 @@ class Recipe(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What may change from call to call without compiling again: scalars."""
+    """What may change from call to call without compiling again.
+
+    All are scalars, but for the bandwidth: () or (d,), or None where the recipe has a rule.
+    """
 
     num_steps: jax.Array
     linear_weight: jax.Array
     step_size: jax.Array
     widening: jax.Array
     max_move: jax.Array
+    bandwidth: jax.Array | None = None
 
 
 class FitState(NamedTuple):
@@ -73,6 +77,7 @@ class FitState(NamedTuple):
       step_factor: <= 1, what the guard has made of the step size.
       retries: blocks undone so far, int32.
       sds_before: sds of the particles after half of the steps, (d,).
+      factor: L of the preconditioner, (d,) or (d, d), as it last was; None without one.
       lost_at_start: particles without a finite score before the first step, int32.
     """
 
@@ -82,6 +87,7 @@ class FitState(NamedTuple):
     step_factor: jax.Array
     retries: jax.Array
     sds_before: jax.Array
+    factor: jax.Array | None
     lost_at_start: jax.Array
 
 
@@ -118,9 +124,11 @@ def scores_of(logdensity: Callable, particles: jax.Array, batch_size: int | None
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def start(recipe: Recipe, particles: jax.Array) -> FitState:
-    """The state before the first step."""
+def start(recipe: Recipe, particles: jax.Array, factor: jax.Array | None = None) -> FitState:
+    """The state before the first step; with a constant factor of the preconditioner, if one is given."""
     dtype = particles.dtype
+    if recipe.preconditioner is not None:
+        factor = recipe.preconditioner.factor(particles).astype(dtype)
     scores = scores_of(recipe.logdensity, particles, recipe.score_batch_size).astype(dtype)
     return FitState(
         particles,
@@ -129,6 +137,7 @@ def start(recipe: Recipe, particles: jax.Array) -> FitState:
         jnp.ones((), dtype),
         jnp.zeros((), jnp.int32),
         diagonal_factor(particles),
+        factor,
         _count_lost(scores),
     )
 
@@ -175,13 +184,14 @@ class _Coordinates(NamedTuple):
 
 def _guarded_block(recipe, numbers, state, stop):
     mean = centre(state.particles)
-    factor = None
+    factor = state.factor
     if recipe.preconditioner is not None:
-        factor = recipe.preconditioner.factor(state.particles)
+        factor = recipe.preconditioner.refreshed(state.particles, state.step, factor)
     coordinates = _Coordinates(mean, factor)
     z = coordinates.whiten(state.particles)
     before = stein_residual(z, coordinates.whiten_scores(state.scores))
-    h = resolve_bandwidth(recipe.bandwidth, z, state.step)
+    bandwidth = recipe.bandwidth if numbers.bandwidth is None else numbers.bandwidth
+    h = resolve_bandwidth(bandwidth, z, state.step)
     h = h * recipe.widening(state.step / numbers.num_steps, numbers.widening)
     tried, record = _block(recipe, numbers, state, stop, coordinates, h)
     after = coordinates.residual(tried)
@@ -193,7 +203,7 @@ def _guarded_block(recipe, numbers, state, stop):
     # since the start of the run, or all would leave in turn.
     accepted &= lost <= tried.particles.shape[0] // 10
     undone = state._replace(step_factor=state.step_factor / 2, retries=state.retries + 1)
-    tried = tried._replace(step_factor=jnp.minimum(1.25 * tried.step_factor, 1.0))
+    tried = tried._replace(step_factor=jnp.minimum(1.25 * tried.step_factor, 1.0), factor=factor)
     state = jax.tree.map(lambda a, b: jnp.where(accepted, a, b), tried, undone)
     record = Record(
         state.step,
@@ -243,6 +253,7 @@ def _block(recipe, numbers, state, stop, coordinates, h):
             state.step_factor,
             state.retries,
             sds,
+            state.factor,
             state.lost_at_start,
         )
         return moved, z, phi, _Moves(rms, turning)

@@ -57,6 +57,7 @@ class FitResult:
       history: ``Record`` of NumPy arrays, one entry a block of steps.
       unconstrained: particles on the whole real line, (N, d).
       state: to go on from, ``fit(..., resume=result)``.
+      num_steps: that the schedules were made for; ``diagnostics.num_steps`` of them are made.
     """
 
     particles: Any
@@ -67,6 +68,7 @@ class FitResult:
     history: Record
     unconstrained: jax.Array
     state: FitState
+    num_steps: int
 
     @property
     def good(self) -> bool:
