@@ -2,9 +2,10 @@
 
     python -m experiments.posteriors --data FOLDER
 
-prints a table, and writes ``posteriors.json`` (every run, with versions) and ``posteriors.png`` (ratios of
-standard deviations by method) into ``--output``. Folders of posteriordb hold ``data.json`` and
-``reference_draws.npz``; without ``--data`` only the three analytic targets run.
+prints a table, and writes ``posteriors.json`` (every run, with versions), ``posteriors.md`` (the table) and
+``posteriors.png`` (ratios of standard deviations by method) into ``--output``; ``--add`` keeps the runs that
+are there already. Folders of posteriordb hold ``data.json`` and ``reference_draws.npz``; without ``--data``
+only the three analytic targets run.
 
 tight: for every unconstrained parameter the mean is off by less than 0.1 reference sd and the sd ratio
 lies in [0.9, 1.1]; loose: 0.2 and [0.8, 1.2]. "parameters": the same figures for the parameters as the model
@@ -224,6 +225,27 @@ def _picture(runs: list[Run], path: Path, n: int) -> None:
     plt.close(figure)
 
 
+def _kept(path: Path) -> tuple[dict, list[Run]]:
+    """What a JSON of this script holds, and its runs."""
+    try:
+        record = json.loads(path.read_text())
+        return record, [Run(**run) for run in record["runs"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"--add needs a {path} of this script: {error}") from error
+
+
+def _merged(kept: list[Run], made: list[Run]) -> list[Run]:
+    """Both, by target in the order of first appearance; a run that is made again replaces the kept one."""
+
+    def key(run):
+        return run.target, run.method, run.start, run.n, run.seed
+
+    again = {key(run) for run in made}
+    runs = [run for run in kept if key(run) not in again] + made
+    order = list(dict.fromkeys(run.target for run in kept + made))
+    return sorted(runs, key=lambda run: order.index(run.target))
+
+
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "platform": jax.default_backend()}
     found["device"] = jax.devices()[0].device_kind
@@ -265,6 +287,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--no-{name}", dest=name, action="store_false", help=f"without {what}")
     parser.add_argument("--output", default="results", help="folder of what is written")
     parser.add_argument("--name", default="posteriors", help="of the files written there")
+    parser.add_argument(
+        "--add", action="store_true", help="to the runs of the files that are there"
+    )
     arguments = parser.parse_args(argv)
     jax.config.update("jax_enable_x64", arguments.float64)
     targets = []
@@ -275,22 +300,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         targets = [t for t in targets if any(part in t.name for part in arguments.only)]
         if not targets:
             raise InputError(f"--only {arguments.only} names no target")
-    folder = output_folder(arguments.output)
-    runs = []
+    path = output_folder(arguments.output) / arguments.name
+    record, kept = {"versions": _versions()}, []
+    if arguments.add:
+        record, kept = _kept(path.with_name(f"{path.name}.json"))
+        sizes = "_".join(str(n) for n, _ in arguments.sizes)
+        record = {**record, f"versions_{sizes}": _versions()}
+    runs, made = kept, []
     for target in targets:
         for run in _runs(target, arguments):
-            runs.append(run)
+            made.append(run)
+            runs = _merged(kept, made)
             # After every run: large sizes take long, and a run that is stopped keeps what it has.
-            record = {"versions": _versions(), "runs": [dataclasses.asdict(run) for run in runs]}
-            (folder / f"{arguments.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+            record["runs"] = [dataclasses.asdict(run) for run in runs]
+            path.with_name(f"{path.name}.json").write_text(json.dumps(record, indent=1) + "\n")
             print(
                 f"{run.target} | {run.method} | {run.start} | n={run.n} seed {run.seed}: mean error "
                 f"{run.mean_error:.3f}, sd {run.smallest_sd:.3f} .. {run.largest_sd:.3f}, W1 {run.w1:.3f} "
                 f"({run.w1_independent:.3f}), {run.seconds:.2f} s {run.verdict}",
                 flush=True,
             )
-    print("\n" + _table(runs))
-    _picture(runs, folder / f"{arguments.name}.png", arguments.sizes[0][0])
+    table = _table(runs)
+    print("\n" + table)
+    path.with_name(f"{path.name}.md").write_text(table + "\n")
+    _picture(runs, path.with_name(f"{path.name}.png"), runs[0].n)
 
 
 if __name__ == "__main__":
