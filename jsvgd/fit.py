@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import math
 import warnings
 from collections.abc import Callable
@@ -14,12 +14,13 @@ import numpy as np
 
 from jsvgd import dispatch, fit_checks, fit_loop
 from jsvgd import fit_schedules as schedules
-from jsvgd.arguments import at_least, check_real
 from jsvgd.bandwidth import BandwidthRule, BandwidthSchedule, check_bandwidth_choice
 from jsvgd.composite import as_kernel
+from jsvgd.fit_arguments import check_numbers, check_resume, resolve_preconditioner
 from jsvgd.fit_loop import FitState, Numbers, Recipe, Record
 from jsvgd.fit_result import FitResult, judge, summarise
-from jsvgd.preconditioner import Preconditioner, as_preconditioner, diagonal_factor
+from jsvgd.preconditioner import diagonal_factor
+from jsvgd.run_checks import check_key
 from jsvgd.supports import VectorDensity, resolve_supports, unconstrain
 from jsvgd.trees import check_particles, to_matrix
 
@@ -68,8 +69,8 @@ def fit(
 
     Limits, and what to do:
 
-    * N <= d + 1 particles cannot be whitened. The standard deviations alone are used, and come out too
-      small: take more particles, or use ``svgd`` for networks and read predictions only.
+    * N <= d + 1 particles cannot be whitened. The standard deviations alone are used, and cannot be
+      relied on: take more particles, or use ``svgd`` for networks and read predictions only.
     * Modes far apart keep the shares of particles that the start gave them, and modes without particles
       are never found: use tempering or MCMC where weights matter.
     * Funnels and heavy tails converge slowly and can end biased: a hierarchical scale at N = 100 may keep
@@ -128,7 +129,8 @@ def fit(
         raise TypeError(
             f"logdensity_fn must be a function of one particle, got {type(logdensity_fn).__name__}"
         )
-    _check_numbers(num_steps, linear_weight, max_move, refresh_every, score_batch_size)
+    check_key("rng_key", rng_key)
+    check_numbers(num_steps, linear_weight, max_move, refresh_every, score_batch_size, stop_after)
     check_bandwidth_choice(bandwidth)
     dispatch.check_names(precision, implementation)
     n = check_particles("particles", particles)
@@ -139,7 +141,7 @@ def fit(
     widening, widening_schedule = schedules.widening_schedule(widening)
     with warnings.catch_warnings(record=True):  # the verdict says it
         warnings.simplefilter("always")
-        preconditioner, factor = _preconditioner(preconditioner, refresh_every, x)
+        preconditioner, factor = resolve_preconditioner(preconditioner, refresh_every, x)
     constant_bandwidth = not (
         isinstance(bandwidth, (str, BandwidthRule, BandwidthSchedule)) or callable(bandwidth)
     )
@@ -163,7 +165,7 @@ def fit(
     )
     state = fit_loop.start(recipe, x, factor)
     if resume is not None:
-        _check_resume(resume, state, num_steps, refresh_every)
+        check_resume(resume, state, num_steps, refresh_every)
         state = resume.state
     if state.factor is not None and not np.all(np.isfinite(state.factor)):
         raise ValueError(
@@ -185,24 +187,27 @@ def fit(
 
 def _run(recipe, numbers, state: FitState, stop: int, progress: bool) -> tuple[FitState, Record]:
     parts = []
-    bar = None
-    if progress:
-        from tqdm.auto import tqdm  # importing it takes time
-
-        bar = tqdm(total=stop, initial=int(state.step), unit="step")
-    while int(state.step) < stop and float(state.step_factor) > SMALLEST_STEP_FACTOR:
-        before = int(state.step)
-        state, records, filled = fit_loop.advance(recipe, numbers, state, jnp.int32(stop))
-        filled = int(filled)
-        parts.append(jax.tree.map(lambda a, filled=filled: np.asarray(a[:filled]), records))
-        if bar is not None:
-            bar.update(int(state.step) - before)
-            bar.set_postfix(residual=f"{float(parts[-1].residual[-1]):.3g}", refresh=False)
-    if bar is not None:
-        bar.close()
+    with _bar(progress, int(state.step), stop) as bar:
+        while int(state.step) < stop and float(state.step_factor) > SMALLEST_STEP_FACTOR:
+            before = int(state.step)
+            state, records, filled = fit_loop.advance(recipe, numbers, state, jnp.int32(stop))
+            filled = int(filled)
+            parts.append(jax.tree.map(lambda a, filled=filled: np.asarray(a[:filled]), records))
+            if bar is not None:
+                bar.update(int(state.step) - before)
+                bar.set_postfix(residual=f"{float(parts[-1].residual[-1]):.3g}", refresh=False)
     if not parts:
         return state, Record(*(np.zeros(0) for _ in Record._fields))
     return state, jax.tree.map(lambda *a: np.concatenate(a), *parts)
+
+
+def _bar(progress: bool, step: int, stop: int):
+    """A context with the bar, closed even where a step raises, or with None."""
+    if not progress:
+        return contextlib.nullcontext()
+    from tqdm.auto import tqdm  # importing it takes time
+
+    return contextlib.closing(tqdm(total=stop, initial=step, unit="step"))
 
 
 def _result(
@@ -257,7 +262,7 @@ def _unconstrained(logdensity_fn, particles, supports) -> tuple[VectorDensity, j
     lost = int(jnp.sum(~jnp.all(jnp.isfinite(x), axis=1)))
     if lost:
         raise ValueError(
-            f"{lost} of {x.shape[0]} particles are not finite or lie outside their supports"
+            f"{lost} of {x.shape[0]} particles are not finite or lie outside their supports, supports="
         )
     return VectorDensity.of(logdensity_fn, unconstrained, supports), x
 
@@ -276,74 +281,3 @@ def _part_coincident(rng_key, x, notes) -> jax.Array:
     )
     noise = jax.random.normal(rng_key, x.shape, x.dtype) * np.where(largest > 0, largest, 1) * 1e-2
     return jnp.where(same, x + noise, x)
-
-
-@dataclasses.dataclass(frozen=True)
-class _FactorOf:
-    """The factor of a user's function of the particles; equal where the function is, so compiled once."""
-
-    function: Callable
-
-    def __call__(self, particles):
-        return as_preconditioner(self.function).factor(particles)
-
-
-def _preconditioner(given, refresh_every: int, x) -> tuple[Preconditioner | None, jax.Array | None]:
-    """A hashable preconditioner, or the constant factor of a matrix."""
-    preconditioner = as_preconditioner(given, refresh_every)
-    if preconditioner is None:
-        return None, None
-    preconditioner.check(x)
-    if isinstance(given, (jax.Array, np.ndarray, list, tuple)):
-        return None, preconditioner.factor(x).astype(x.dtype)
-    if not isinstance(given, (str, Preconditioner)):
-        preconditioner = Preconditioner(_FactorOf(given), refresh_every)
-    period = preconditioner.refresh_every
-    if period is not None and period % refresh_every:
-        raise ValueError(
-            "refresh_every of the preconditioner must be None or a multiple of that of fit, "
-            f"{refresh_every}, got {period}"
-        )
-    return preconditioner, None
-
-
-def _check_resume(resume, state: FitState, num_steps: int, refresh_every: int) -> None:
-    """Raises where the state of ``resume`` is not one of this run, which would start at ``state``."""
-    if not isinstance(resume, FitResult):
-        raise TypeError(
-            f"resume must be the FitResult of an earlier call, got {type(resume).__name__}"
-        )
-    if resume.num_steps != num_steps:
-        raise ValueError(
-            f"resume is of a run with num_steps={resume.num_steps}, got num_steps={num_steps}"
-        )
-    for name in ("particles", "factor"):
-        then, now = (_kind(getattr(s, name)) for s in (resume.state, state))
-        if then != now:
-            what = "unconstrained particles" if name == "particles" else "a preconditioner's factor"
-            raise ValueError(f"resume is of a run with {what} of {then}, got {now}")
-    step = int(resume.state.step)
-    if step < num_steps and step % refresh_every:
-        raise ValueError(
-            f"resume is of a run that stopped after {step} steps, which are no whole blocks of "
-            f"refresh_every={refresh_every}"
-        )
-
-
-def _kind(array) -> str:
-    return "None" if array is None else f"shape {array.shape} and dtype {array.dtype}"
-
-
-def _check_numbers(num_steps, linear_weight, max_move, refresh_every, score_batch_size):
-    for name, value, least in (
-        ("num_steps", num_steps, 1),
-        ("refresh_every", refresh_every, 1),
-        ("score_batch_size", 1 if score_batch_size is None else score_batch_size, 1),
-    ):
-        at_least(name, value, least)
-    for name, value in (("linear_weight", linear_weight), ("max_move", max_move)):
-        check_real(name, value, jnp.result_type(float))
-    if not linear_weight >= 0:
-        raise ValueError(f"linear_weight must be at least 0, got {linear_weight}")
-    if not max_move > 0:
-        raise ValueError(f"max_move must be positive, got {max_move}")

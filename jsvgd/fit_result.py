@@ -143,9 +143,9 @@ def judge(d: Diagnostics, complete: bool = True) -> tuple[str, tuple[str, ...]]:
     too_few = d.num_particles <= d.dimension + 1
     if 1 < d.num_particles <= d.dimension + 1:
         doubts.append(
-            f"{d.num_particles} particles for {d.dimension} dimensions cannot show a covariance, and "
-            "their standard deviations are too small: only more particles than dimensions + 1 can "
-            "be whitened. Take more particles, and read the means alone until then."
+            f"{d.num_particles} particles for {d.dimension} dimensions cannot show a covariance, and their "
+            "standard deviations cannot be relied on nor checked: only more particles than "
+            "dimensions + 1 can be whitened. Take more particles, and read the means alone until then."
         )
     if d.retries:
         doubts.append(

@@ -78,11 +78,11 @@ def _check(support):
         if (kind, len(bounds)) in (("interval", 2), ("greater_than", 1)):
             bounds = tuple(float(bound) for bound in bounds)
             if kind == "interval" and not bounds[0] < bounds[1]:
-                raise ValueError(f"an interval must have low < high, got {support!r}")
+                raise ValueError(f"supports: an interval must have low < high, got {support!r}")
             return (kind, *bounds)
-    elif not isinstance(support, str):
+    elif not isinstance(support, str) and _is_support(support):
         return _Given(support)
-    raise ValueError(f"a support must be {_NAMES} or one of NumPyro's, got {support!r}")
+    raise ValueError(f"supports must be {_NAMES} or of NumPyro, got {support!r}")
 
 
 def _transformation(support):
@@ -103,13 +103,35 @@ def _transformation(support):
     return biject_to(getattr(constraints, name))
 
 
+def _inverse(support):
+    """From the constrained to the unconstrained leaf of one particle."""
+    transformation = _transformation(support)
+    if not _is_simplex(support):
+        return transformation.inv
+
+    def inverse(value):
+        # A row of sum 3 has an inverse, too: that of another row.
+        inside = jnp.all(jnp.abs(jnp.sum(value, axis=-1) - 1) <= 1e-3) & jnp.all(value >= 0)
+        return jnp.where(inside, transformation.inv(value), jnp.nan)
+
+    return inverse
+
+
+def _is_simplex(support) -> bool:
+    if isinstance(support, _Given):
+        from numpyro.distributions import constraints
+
+        return support.transformation is constraints.simplex
+    return support == "simplex"
+
+
 def unconstrain(supports: tuple, particles: Any) -> Any:
     """The particles on the whole real line, leaf by leaf; values outside a support give NaN."""
     leaves, structure = jax.tree.flatten(particles)
     return jax.tree.unflatten(
         structure,
         [
-            leaf if support is None else jax.vmap(_transformation(support).inv)(leaf)
+            leaf if support is None else jax.vmap(_inverse(support))(leaf)
             for support, leaf in zip(supports, leaves, strict=True)
         ],
     )

@@ -163,6 +163,17 @@ def test_supports_of_numpyro_and_their_errors():
         quiet(lambda p: -p["x"], {"x": start}, supports={"y": "positive"})
 
 
+def test_rows_that_are_no_simplex_are_an_error():
+    constraints = pytest.importorskip("numpyro.distributions").constraints
+    rows = jnp.float32(np.random.default_rng(0).dirichlet(np.ones(3), size=30))
+    options = {"num_steps": 5, "supports": "simplex"}
+    assert np.allclose(quiet(lambda x: jnp.sum(jnp.log(x)), rows, **options).particles.sum(1), 1)
+    for wrong in (rows * 3, rows * 0.9, rows.at[:, 0].multiply(-1.0)):
+        for supports in ("simplex", constraints.simplex):
+            with pytest.raises(ValueError, match="30 of 30 particles .* outside their supports"):
+                quiet(lambda x: jnp.sum(jnp.log(x)), wrong, supports=supports)
+
+
 def test_schedules_and_options():
     start = normal(30, 2)
     cosine = optax.cosine_decay_schedule(0.5, 300)
@@ -287,7 +298,29 @@ def test_no_particle_by_particle_array_at_large_n():
         ({"score_batch_size": "a"}, TypeError, "score_batch_size must be a whole number, got 'a'"),
         ({"max_move": "a"}, TypeError, "max_move must be a real number, got 'a'"),
         ({"temperature": None}, TypeError, "temperature must be a real number, got None"),
-        ({"linear_weight": -1.0}, ValueError, "linear_weight"),
+        ({"num_steps": True}, TypeError, "num_steps must be a whole number, got True"),
+        ({"stop_after": "a"}, TypeError, "stop_after must be a whole number, got 'a'"),
+        ({"stop_after": 2.5}, TypeError, r"stop_after must be a whole number, got 2\.5"),
+        ({"stop_after": True}, TypeError, "stop_after must be a whole number, got True"),
+        ({"stop_after": -7}, ValueError, "stop_after must be at least 1, got -7"),
+        ({"step_size": None}, TypeError, "step_size must be a real number, got None"),
+        ({"step_size": "a"}, TypeError, "step_size must be a real number, got 'a'"),
+        ({"step_size": np.inf}, ValueError, "step_size must be positive and finite, got inf"),
+        ({"widening": None}, TypeError, "widening must be a real number, got None"),
+        (
+            {"linear_weight": np.ones(2)},
+            ValueError,
+            r"linear_weight .* one number, got shape \(2,\)",
+        ),
+        ({"linear_weight": np.inf}, ValueError, "linear_weight .* finite, got inf"),
+        ({"max_move": np.ones(2)}, ValueError, r"max_move must be one number, got shape \(2,\)"),
+        ({"rng_key": None}, TypeError, "rng_key must be a key of jax.random.key, got None"),
+        ({"supports": 3}, ValueError, "supports must be .*, got 3"),
+        (
+            {"linear_weight": -1.0},
+            ValueError,
+            "linear_weight must be at least 0 and finite, got -1",
+        ),
         ({"max_move": 0.0}, ValueError, "max_move"),
         ({"step_size": 0.0}, ValueError, "step_size must be positive"),
         ({"widening": -1.0}, ValueError, "widening must be positive"),
@@ -299,7 +332,7 @@ def test_no_particle_by_particle_array_at_large_n():
 )
 def test_errors_name_what_came(options, error, message):
     with pytest.raises(error, match=message):
-        fit(KEY, standard, normal(9, 2), **options)
+        fit(**{"rng_key": KEY, **options}, logdensity_fn=standard, particles=normal(9, 2))
 
 
 def test_errors_of_the_log_density():
