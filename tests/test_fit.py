@@ -1,7 +1,5 @@
 """``fit``: right moments, honest warnings, and the known failure of the rules that it replaces."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 import jsvgd
 from experiments.posterior_models import load_posterior
 from jsvgd.fit import fit
-from jsvgd.preconditioner import Preconditioner, diagonal_factor
 from jsvgd.sampler import svgd
 from tests.targets import KEY, SCALES, badly_scaled, normal, quiet, standard
 
@@ -63,47 +60,6 @@ def test_an_affine_change_of_variables_changes_only_coordinates(x64):
 
 
 # --- the ways to call it ------------------------------------------------------------------------------
-
-
-def test_stopped_and_resumed_ends_bitwise_where_one_call_does():
-    start = normal(30, 2)
-    whole = quiet(badly_scaled_2d, start, num_steps=60)
-    part = quiet(badly_scaled_2d, start, num_steps=60, stop_after=23)
-    assert part.diagnostics.num_steps == 25  # whole blocks of five
-    rest = quiet(badly_scaled_2d, start, num_steps=60, resume=part)
-    assert np.array_equal(rest.unconstrained, whole.unconstrained)
-    assert np.array_equal(rest.history.step, whole.history.step)
-    assert np.array_equal(rest.history.residual, whole.history.residual)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (
-            {"particles": normal(31, 2)},
-            ValueError,
-            r"resume .* shape \(30, 2\) .* got shape \(31, 2\)",
-        ),
-        (
-            {"particles": normal(30, 3)},
-            ValueError,
-            r"resume .* shape \(30, 2\) .* got shape \(30, 3\)",
-        ),
-        ({"num_steps": 80}, ValueError, "resume is of a run with num_steps=40, got num_steps=80"),
-        ({"refresh_every": 4}, ValueError, "resume .* 10 steps, .* refresh_every=4"),
-        ({"preconditioner": None}, ValueError, r"resume .* factor of shape \(2, 2\) .* got None"),
-        ({"resume": 3}, TypeError, "resume must be the FitResult of an earlier call, got int"),
-    ],
-)
-def test_a_resume_of_another_run_is_an_error(change, error, message):
-    options = {"particles": normal(30, 2), "num_steps": 40}
-    part = quiet(standard, **options, stop_after=10)
-    with pytest.raises(error, match=message):
-        quiet(standard, **{**options, "resume": part, **change})
-
-
-def badly_scaled_2d(x):
-    return standard(x * jnp.array([1.0, 100.0]))
 
 
 def test_pytrees_and_supports():
@@ -192,102 +148,6 @@ def test_schedules_and_options():
     assert np.allclose(result.summary.sd, 1, atol=0.05)
     hot = quiet(standard, start, num_steps=300, temperature=4.0)
     assert np.allclose(hot.summary.sd, 2, atol=0.1)
-
-
-def test_the_period_of_a_preconditioner_counts():
-    """Once, from the particles at the start; every tenth step; never less often than told in silence."""
-    start = normal(30, 2, scale=3.0)
-
-    def after(steps, period):
-        options = {"preconditioner": Preconditioner(diagonal_factor, period), "stop_after": steps}
-        return quiet(standard, start, num_steps=40, **options)
-
-    assert np.array_equal(after(40, None).state.factor, diagonal_factor(start))
-    assert np.array_equal(after(10, 10).state.factor, diagonal_factor(start))
-    assert np.array_equal(after(15, 10).state.factor, diagonal_factor(after(10, 10).unconstrained))
-    with pytest.raises(ValueError, match="refresh_every .* multiple of that of fit, 5, got 7"):
-        after(10, 7)
-
-
-def test_a_factor_that_is_not_finite_leaves_the_previous_one():
-    start = normal(30, 2, scale=3.0)
-
-    def fragile(x):
-        return jnp.where(jnp.max(jnp.abs(x)) < jnp.max(jnp.abs(start)), jnp.nan, diagonal_factor(x))
-
-    result = quiet(standard, start, num_steps=40, preconditioner=Preconditioner(fragile))
-    assert result.diagnostics.num_steps == 40
-    assert np.array_equal(result.state.factor, diagonal_factor(start))
-    with pytest.raises(ValueError, match="preconditioner gives a factor that is not finite"):
-        quiet(standard, start, preconditioner=Preconditioner(lambda x: fragile(x / 2)))
-
-
-def of_variances(x):
-    return jnp.diag(jnp.var(x, axis=0))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict,
-        lambda: {"preconditioner": np.float32([[2.0, 0.5], [0.5, 1.0]])},
-        lambda: {"preconditioner": of_variances},
-        lambda: {"bandwidth": jnp.float32([1.0, 2.0])},
-        lambda: {"bandwidth": 1.5},
-    ],
-    ids=["defaults", "matrix", "function", "bandwidths", "bandwidth"],
-)
-def test_the_same_call_compiles_nothing_new(options):
-    start = normal(30, 2)
-    quiet(standard, start, num_steps=20, **options())
-    with jax.log_compiles(), warnings.catch_warnings():
-        import logging
-
-        records = []
-        handler = logging.Handler()
-        handler.emit = records.append
-        logger = logging.getLogger("jax")
-        logger.addHandler(handler)
-        try:
-            quiet(standard, start + 1, num_steps=40, step_size=0.3, linear_weight=0.2, **options())
-        finally:
-            logger.removeHandler(handler)
-    compiled = [r.getMessage() for r in records if "Compiling" in r.getMessage()]
-    assert not [
-        message
-        for message in compiled
-        if any(name in message for name in ("advance", "start", "check"))
-    ]
-
-
-def test_no_particle_by_particle_array_at_large_n():
-    from jsvgd import fit_loop
-    from jsvgd.fit import BANDWIDTH
-    from jsvgd.fit_schedules import constant_then_linear, geometric, temperature_schedule
-    from jsvgd.kernels import RBF
-    from jsvgd.preconditioner import as_preconditioner
-
-    n, d = 16384, 4
-    recipe = fit_loop.Recipe(
-        logdensity=standard,
-        kernel=RBF,
-        bandwidth=BANDWIDTH,
-        preconditioner=as_preconditioner("covariance"),
-        block_length=5,
-        step_size=constant_then_linear,
-        widening=geometric,
-        temperature=temperature_schedule(1.0),
-        precision="high",
-        implementation=None,
-        score_batch_size=None,
-    )
-    numbers = fit_loop.Numbers(jnp.int32(10), *(jnp.float32(0.1),) * 4)
-    state = jax.eval_shape(
-        lambda x: fit_loop.start(recipe, x), jax.ShapeDtypeStruct((n, d), jnp.float32)
-    )
-    stop = jax.ShapeDtypeStruct((), jnp.int32)
-    compiled = fit_loop.advance.lower(recipe, numbers, state, stop).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < n * n / 2
 
 
 @pytest.mark.parametrize(

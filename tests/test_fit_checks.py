@@ -215,6 +215,12 @@ def test_every_figure_has_its_warning(good):
     assert judge(good, complete=False)[0].startswith("failed")
 
 
+def test_steps_that_turn_back_are_flagged_while_they_move(good):
+    turning = good._replace(turning=-0.9, last_direction=0.1)
+    assert any("turn back" in warning for warning in judge(turning)[1])
+    assert judge(turning._replace(last_direction=1e-4))[1] == ()
+
+
 def test_no_figure_that_is_nan_is_good(good):
     names = [name for name, value in good._asdict().items() if isinstance(value, float)]
     assert len(names) == 12
