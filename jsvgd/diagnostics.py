@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jsvgd import stein_terms
+from jsvgd import pair_arithmetic, stein_terms
 from jsvgd.arguments import check_bandwidth, check_matrix
-from jsvgd.bandwidth import resolve_bandwidth
+from jsvgd.bandwidth import BandwidthSchedule, resolve_bandwidth
+from jsvgd.bandwidth_rule import BandwidthRule
 from jsvgd.composite import as_kernel
 from jsvgd.kernels import Kernel, RadialKernel, get_kernel
+from jsvgd.stein_kernel import by_digits, row_sums, squared_distances, stein_kernel
 from jsvgd.streamed import map_row_blocks
 
 __all__ = [
@@ -27,10 +29,7 @@ __all__ = [
     "ksd_contributions",
     "laplace_variance",
     "mmd",
-    "stein_kernel",
 ]
-
-DIRECT_DIMENSIONS = 8  # up to here squared distances are sums of squared differences
 
 
 def ksd(
@@ -45,13 +44,13 @@ def ksd(
 
     statistic "v": sqrt(1/N^2 sum_ij k_p(x_i, x_j)), the discrepancy itself, never negative.
     statistic "u": 1/(N (N-1)) sum_{i != j} k_p(x_i, x_j), an unbiased estimate of the SQUARED
-    discrepancy, without a root: it may be negative. (k_p: see ``stein_kernel``.)
+    discrepancy, without a root: it may be negative. (k_p: see ``jsvgd.stein_kernel``.)
 
     Args:
       particles: (N, d).
       scores: (N, d), grad log p at the particles.
       bandwidth: h, in any form that ``resolve_bandwidth`` takes; the length scale of the kernel is
-        sqrt(h). By default sqrt(h) is the median distance between particles.
+        sqrt(h). By default sqrt(h) is the median distance between particles, or 1 where that is 0.
       kernel: "imq", (1 + |x - y|^2 / h)^(-1/2); "rbf", exp(-|x - y|^2 / (2 h)); any other kernel of
         ``svgd_direction``: a ``RadialKernel``, "linear" (of the first two moments alone), a sum, a
         function k(x, y). The rbf kernel misses divergence in many dimensions.
@@ -100,57 +99,21 @@ def ksd_contributions(
             return ksd_contributions(x, s, bandwidth=bandwidth, kernel=term, statistic=statistic)
 
         return stein_terms.contributions(radial, x, s, kernel=kernel, statistic=statistic)
-    h = check_bandwidth(resolve_bandwidth(bandwidth, x), x.shape[1]).astype(x.dtype)
-    stein = stein_kernel(x, s, h, kernel)
-    sums = _row_sums(lambda rows: stein(x[rows], s[rows]), n, n, without_diagonal=True)
+    h = resolved_bandwidth(bandwidth, x)
+
+    def sums(far):
+        stein = stein_kernel(x, s, h, kernel, far=far)
+        return row_sums(
+            lambda rows: stein(x[rows], s[rows]), n, n, x.shape[1], far=far, without_diagonal=True
+        )
+
+    sums = by_digits(x, h, sums)
     if statistic == "u":
         return sums / (n - 1)
     slope_at_zero = kernel.slope(jnp.zeros((), x.dtype))
     trace = jnp.sum(jnp.broadcast_to(1 / h, x.shape[1:]))
     diagonal = kernel.profile(jnp.zeros((), x.dtype)) * jnp.sum(s * s, axis=1)
     return (sums + diagonal + slope_at_zero * trace) / n
-
-
-def stein_kernel(particles, scores, bandwidth, kernel: RadialKernel) -> Callable:
-    """The Langevin Stein kernel of these particles, as a function of rows of others.
-
-    With k = f(u), u = sum_c r_c^2 / (2 h_c), r = x - y, w = -f':
-
-        k_p(x, y) = s_x.s_y f + w sum_c (s_x - s_y)_c r_c / h_c
-                    + w sum_c 1 / h_c - f'' sum_c r_c^2 / h_c^2
-
-    Args:
-      particles, scores: (N, d).
-      bandwidth: h, a scalar or (d,).
-      kernel: a ``RadialKernel``.
-
-    Returns:
-      ``block(x (B, d), s (B, d)) -> (B, N)``.
-    """
-    dimension = particles.shape[1]
-    inverse = jnp.broadcast_to(1 / bandwidth, (dimension,))
-    centre = lax.stop_gradient(jnp.mean(particles, axis=0))
-    y, t = particles - centre, scores
-    root = jnp.sqrt(inverse)
-
-    def block(x, s):
-        x = x - centre
-        u = _squared_distances(x * root, y * root) / 2
-        if jnp.ndim(bandwidth) == 0:
-            moment = 2 * u / bandwidth
-        else:
-            moment = _squared_distances(x * inverse, y * inverse)
-        pull = (
-            jnp.sum(s * x * inverse, axis=1)[:, None]
-            + jnp.sum(t * y * inverse, axis=1)[None, :]
-            - _dot(s * inverse, y)
-            - _dot(x * inverse, t)
-        )
-        slope = kernel.slope(u)
-        repulsion = slope * (pull + jnp.sum(inverse)) - kernel.curvature(u) * moment
-        return _dot(s, t) * kernel.profile(u) + repulsion
-
-    return block
 
 
 def mmd(
@@ -185,25 +148,33 @@ def mmd(
     _check_statistic(statistic, "y", y.shape[0])
     kernel = get_kernel(kernel)
     both = jnp.concatenate([x, y])
-    h = check_bandwidth(resolve_bandwidth(bandwidth, both), x.shape[1]).astype(both.dtype)
-    # One centre for both: distances between the samples must survive it.
-    both = (both - lax.stop_gradient(jnp.mean(both, axis=0))) / jnp.sqrt(h)
-    x, y = both[: x.shape[0]], both[x.shape[0] :]
+    h = resolved_bandwidth(bandwidth, both)
+    size, d = x.shape
 
-    def mean(a, b, same):
-        n, m = a.shape[0], b.shape[0]
+    def squared(far):
+        # One centre for both: distances between the samples must survive it.
+        scaled = both if far else (both - lax.stop_gradient(jnp.mean(both, axis=0))) / jnp.sqrt(h)
+        direct = pair_arithmetic.direct(1 / jnp.sqrt(h))
 
-        def block(rows):
-            return kernel.profile(_squared_distances(a[rows], b) / 2)
+        def mean(a, b, same):
+            n, m = a.shape[0], b.shape[0]
 
-        total = jnp.mean(_row_sums(block, n, m, without_diagonal=same))
-        if not same:
-            return total / m
-        if statistic == "u":
-            return total / (m - 1)
-        return (total + kernel.profile(jnp.zeros((), a.dtype))) / m
+            def block(rows):
+                if far:
+                    return kernel.profile(direct.half_squared_distances(a[rows], b, None))
+                return kernel.profile(squared_distances(a[rows], b) / 2)
 
-    squared = mean(x, x, True) + mean(y, y, True) - 2 * mean(x, y, False)
+            total = jnp.mean(row_sums(block, n, m, d, far=far, without_diagonal=same))
+            if not same:
+                return total / m
+            if statistic == "u":
+                return total / (m - 1)
+            return (total + kernel.profile(jnp.zeros((), a.dtype))) / m
+
+        x, y = scaled[:size], scaled[size:]
+        return mean(x, x, True) + mean(y, y, True) - 2 * mean(x, y, False)
+
+    squared = by_digits(both, h, squared)
     return _root(jnp.maximum(squared, 0)) if statistic == "v" else squared
 
 
@@ -252,11 +223,15 @@ def collapse_summary(
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be at least 0, got {tolerance}")
 
+    # In units of the extent, or squares of tiny and of huge distances would be 0 and infinite.
+    extent = jnp.max(jnp.abs(x - x[0]))
+    extent = jnp.where((extent > 0) & (extent < jnp.inf), extent, 1)
+
     def nearest(rows):
-        squared = jnp.sum((x[rows][:, None] - x) ** 2, axis=2)
+        squared = jnp.sum(((x[rows][:, None] - x) / extent) ** 2, axis=2)
         return jnp.min(jnp.where(rows[:, None] == jnp.arange(n), jnp.inf, squared), axis=1)
 
-    distance = jnp.sqrt(map_row_blocks(nearest, (jnp.arange(n),), n * d))
+    distance = extent * jnp.sqrt(map_row_blocks(nearest, (jnp.arange(n),), n * d))
     return CollapseSummary(ratio, jnp.min(distance), jnp.mean(distance <= tolerance))
 
 
@@ -276,38 +251,18 @@ def laplace_variance(logdensity_fn: Callable, mode: jax.Array) -> jax.Array:
     return jnp.diagonal(jnp.linalg.inv(-jax.hessian(logdensity_fn)(mode)))
 
 
-def _row_sums(block: Callable, n: int, m: int, *, without_diagonal: bool) -> jax.Array:
-    """Sums of the rows of an (n, m) matrix that ``block(rows)`` gives some rows of."""
-
-    def sums(rows):
-        values = block(rows)
-        if without_diagonal:
-            values = jnp.where(rows[:, None] == jnp.arange(m), 0, values)
-        return jnp.sum(values, axis=1)
-
-    return map_row_blocks(sums, (jnp.arange(n),), m)
-
-
-def _squared_distances(x, y) -> jax.Array:
-    """(B, N) squared distances of centred points; by differences where that is cheap."""
-    if x.shape[1] <= DIRECT_DIMENSIONS:
-        total = 0.0
-        for c in range(x.shape[1]):
-            total = total + (x[:, c, None] - y[None, :, c]) ** 2
-        return total
-    norms = jnp.sum(x * x, axis=1)[:, None] + jnp.sum(y * y, axis=1)[None, :]
-    return jnp.maximum(norms - 2 * _dot(x, y), 0)
-
-
-def _dot(x, y) -> jax.Array:
-    """x y^T in full precision: a matrix unit would round float32 to fewer digits."""
-    return jnp.matmul(x, y.T, precision=lax.Precision.HIGHEST)
-
-
 def _root(squared) -> jax.Array:
     """sqrt with gradient 0 at 0."""
     positive = squared > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, squared, 1)), squared * 0)
+
+
+def resolved_bandwidth(bandwidth, particles) -> jax.Array:
+    """h of these particles; where a rule gives 0, since more than half of the pairs coincide, 1."""
+    h = jnp.asarray(resolve_bandwidth(bandwidth, particles))
+    if isinstance(bandwidth, (str, BandwidthRule, BandwidthSchedule)):
+        h = jnp.where(h == 0, 1, h)
+    return check_bandwidth(h, particles.shape[1]).astype(particles.dtype)
 
 
 def _floating(name, value) -> jax.Array:

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jsvgd import stein_terms
-from jsvgd.arguments import check_bandwidth
-from jsvgd.bandwidth import resolve_bandwidth
 from jsvgd.composite import as_kernel, terms_of
-from jsvgd.diagnostics import check_particles_and_scores, stein_kernel
+from jsvgd.diagnostics import check_particles_and_scores, resolved_bandwidth
 from jsvgd.kernels import Kernel, RadialKernel
+from jsvgd.stein_kernel import by_digits, stein_kernel
 
 __all__ = ["stein_thinning"]
 
@@ -59,7 +58,7 @@ def stein_thinning(
     weights = [jnp.asarray(weight, x.dtype) for weight, _ in terms]
     h = None
     if any(isinstance(term, RadialKernel) for _, term in terms):  # others have no bandwidth
-        h = check_bandwidth(resolve_bandwidth(bandwidth, x), x.shape[1]).astype(x.dtype)
+        h = resolved_bandwidth(bandwidth, x)
     parts = [
         _radial(x, s, h, term)
         if isinstance(term, RadialKernel)
@@ -80,8 +79,14 @@ def stein_thinning(
 
 def _radial(x, s, h, kernel: RadialKernel):
     """As ``stein_terms.row_and_diagonal``, for a radial kernel of bandwidth h."""
-    with_one = stein_kernel(x, s, h, kernel)
+
+    def row(index):
+        def with_one(far):
+            return stein_kernel(x, s, h, kernel, far=far)(x[index][None], s[index][None])[0]
+
+        return by_digits(x, h, with_one)
+
     zero = jnp.zeros((), x.dtype)
     trace = jnp.sum(jnp.broadcast_to(1 / h, x.shape[1:]))
     diagonal = kernel.profile(zero) * jnp.sum(s * s, axis=1) + kernel.slope(zero) * trace
-    return lambda index: with_one(x[index][None], s[index][None])[0], diagonal
+    return row, diagonal

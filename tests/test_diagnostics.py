@@ -215,6 +215,52 @@ def test_thinning_is_that_of_stein_thinning(x64):
     assert stein_thinning(x, s, 25, bandwidth=1.0).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("d", [3, 12])
+@pytest.mark.parametrize("kind", ["outlier", "clusters"])
+def test_far_particles_keep_their_digits(d, kind):
+    y, _ = draw(150, d)
+    x, h = y.copy(), np.float32(2 * d)
+    if kind == "outlier":
+        x[0] += 1e6
+    else:
+        x[:70] += 3e3
+    s = -y
+
+    def figures(dtype):
+        a, b, c = (jnp.asarray(v, dtype) for v in (x, s, y))
+        scalars = [ksd(a, b, bandwidth=h, kernel=kernel) for kernel in ("imq", "rbf")]
+        scalars += [mmd(a, c, bandwidth=h) ** 2, ksd(a, b, bandwidth=np.full(d, h, dtype))]
+        gradient = jax.grad(lambda s: ksd(a, s, bandwidth=h))(b)
+        return np.array(scalars, np.float64), wide(gradient), stein_thinning(a, b, 6, bandwidth=h)
+
+    found = figures(np.float32)
+    with jax.enable_x64(True):
+        expected = figures(np.float64)
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-5, atol=1e-6)
+    assert relative_error(found[1], expected[1]) < 1e-4
+    np.testing.assert_array_equal(found[2], expected[2])
+
+
+def test_coincident_particles_have_figures():
+    """More than half of the pairs at distance 0: the median distance is no length scale."""
+    x = np.full((6, 2), 0.5, np.float32)
+    x[0] = 2.0
+    assert np.isfinite(ksd(x, -x)) and ksd(x, -x) == ksd(x, -x, bandwidth=1.0)
+    np.testing.assert_allclose(jax.jit(ksd)(x, -x), ksd(x, -x), rtol=1e-6)
+    assert mmd(x, x[1:]) == mmd(x, x[1:], bandwidth=1.0) > 0
+    np.testing.assert_array_equal(stein_thinning(x, -x, 2), stein_thinning(x, -x, 2, bandwidth=1.0))
+    with pytest.raises(ValueError, match="bandwidth must be positive"):
+        ksd(x, -x, bandwidth=0.0)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_collapse_of_tiny_and_huge_particles(scale):
+    x = np.array([[0.0, 0.0], [3.0, 4.0], [30.0, 40.0]], np.float32) * np.float32(scale)
+    found = collapse_summary(x)
+    np.testing.assert_allclose(found.smallest_distance, 5 * scale, rtol=1e-6)
+    assert found.coincident_fraction == 0
+
+
 def test_thinned_particles_are_better_than_as_many_first_ones():
     x, _ = draw(500, 2)
     chosen = stein_thinning(x, -x, 20)
