@@ -174,7 +174,9 @@ def test_a_rotated_gaussian_of_condition_1e8_does_not_fail():
 def test_one_group_is_not_called_two(draw, n, good):
     for seed in range(20):
         split = split_check(draw(np.random.default_rng(seed), size=(n, 2)))
-        figures = good._replace(split=split.explained, num_particles=n)
+        figures = good._replace(
+            split=split.explained, split_share=split.smaller_share, num_particles=n
+        )
         assert judge(figures)[1] == (), seed
 
 
@@ -182,9 +184,10 @@ def test_modes_six_sds_apart_are_called_two():
     def near_modes(x):
         return jnp.logaddexp(standard(x - 3), standard(x + 3))
 
-    for seed in (0, 1):
-        start = jax.random.normal(jax.random.key(seed), (100, 2))
-        assert said(quiet(near_modes, start), "two groups far apart"), seed
+    for seed, share in ((0, 0.49), (3, 0.07)):
+        result = quiet(near_modes, jax.random.normal(jax.random.key(seed), (100, 2)))
+        assert said(result, "two groups far apart"), seed
+        assert abs(result.diagnostics.split_share - share) < 0.02
 
 
 def test_split_of_known_distributions():
@@ -226,8 +229,7 @@ def test_no_figure_that_is_nan_is_good(good):
     assert len(names) == 12
     for name in names:
         verdict, found = judge(good._replace(**{name: float("nan")}))
-        if name != "split_share":  # which split goes with
-            assert not verdict.startswith("good") and len(found) == 1, name
+        assert not verdict.startswith("good") and len(found) == 1, name
 
 
 def test_a_run_stopped_before_half_is_too_short_to_judge():
