@@ -166,7 +166,7 @@ def judge(d: Diagnostics, complete: bool = True) -> tuple[str, tuple[str, ...]]:
             f"successive steps turn back on each other (cosine {d.turning:.2f}): the step size is too "
             "large. Lower step_size."
         )
-    if np.isnan(d.sd_drift):
+    if np.isnan(d.sd_drift) and complete:
         doubts.append(
             f"the run is too short to judge: it stopped after {d.num_steps} steps, no more than half of "
             "num_steps, and whether the standard deviations have settled shows in the second half. "

@@ -32,7 +32,7 @@ def resolve_supports(supports: Any, particles: Any) -> tuple:
     Args:
       supports: None; one support for all leaves; or a pytree of supports with the structure of the
         particles (of a dict, keys may be left out: they are real). A support is "real",
-        "positive", "unit" (0 to 1), "simplex" (last axis), ("interval", low, high),
+        "positive", "unit" (0 to 1), "simplex" (last axis, of sum 1 to 1e-3), ("interval", low, high),
         ("greater_than", low), or a constraint or transformation of ``numpyro.distributions``.
       particles: pytree of arrays.
 
