@@ -6,6 +6,7 @@ discrepancy (Gretton et al., 2012), and the signs of a collapsed set of particle
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -99,19 +100,24 @@ def ksd_contributions(
             return ksd_contributions(x, s, bandwidth=bandwidth, kernel=term, statistic=statistic)
 
         return stein_terms.contributions(radial, x, s, kernel=kernel, statistic=statistic)
-    h = resolved_bandwidth(bandwidth, x)
+    return _radial_contributions(x, s, resolved_bandwidth(bandwidth, x), kernel, statistic)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _radial_contributions(x, s, h, kernel: RadialKernel, statistic) -> jax.Array:
+    n, d = x.shape
 
     def sums(far):
         stein = stein_kernel(x, s, h, kernel, far=far)
         return row_sums(
-            lambda rows: stein(x[rows], s[rows]), n, n, x.shape[1], far=far, without_diagonal=True
+            lambda rows: stein(x[rows], s[rows]), n, n, d, far=far, without_diagonal=True
         )
 
     sums = by_digits(x, h, sums)
     if statistic == "u":
         return sums / (n - 1)
     slope_at_zero = kernel.slope(jnp.zeros((), x.dtype))
-    trace = jnp.sum(jnp.broadcast_to(1 / h, x.shape[1:]))
+    trace = jnp.sum(jnp.broadcast_to(1 / h, (d,)))
     diagonal = kernel.profile(jnp.zeros((), x.dtype)) * jnp.sum(s * s, axis=1)
     return (sums + diagonal + slope_at_zero * trace) / n
 
@@ -149,7 +155,14 @@ def mmd(
     kernel = get_kernel(kernel)
     both = jnp.concatenate([x, y])
     h = resolved_bandwidth(bandwidth, both)
-    size, d = x.shape
+    squared = _squared_mmd(both, h, x.shape[0], kernel, statistic)
+    return _root(jnp.maximum(squared, 0)) if statistic == "v" else squared
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _squared_mmd(both, h, size, kernel: RadialKernel, statistic) -> jax.Array:
+    """The squared discrepancy of the first `size` points and the others."""
+    d = both.shape[1]
 
     def squared(far):
         # One centre for both: distances between the samples must survive it.
@@ -174,8 +187,7 @@ def mmd(
         x, y = scaled[:size], scaled[size:]
         return mean(x, x, True) + mean(y, y, True) - 2 * mean(x, y, False)
 
-    squared = by_digits(both, h, squared)
-    return _root(jnp.maximum(squared, 0)) if statistic == "v" else squared
+    return by_digits(both, h, squared)
 
 
 class CollapseSummary(NamedTuple):

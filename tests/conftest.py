@@ -2,6 +2,7 @@
 
 import itertools
 import pathlib
+import signal
 
 import jax
 import pytest
@@ -31,3 +32,11 @@ def reference_data():
     if not DATA.is_dir():
         pytest.skip(f"the reference data are not beside the project ({DATA.name} folder absent)")
     return DATA
+
+
+@pytest.fixture
+def ctrl_c():
+    """SIGINT raises KeyboardInterrupt, also where a shell runs the tests in the background."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)

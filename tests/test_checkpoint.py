@@ -191,7 +191,7 @@ def test_without_orbax_one_line_says_what_to_install(sampler, state, tmp_path, m
     assert "\n" not in str(raised.value)
 
 
-def test_ctrl_c_saves_what_is_done(tmp_path):
+def test_ctrl_c_saves_what_is_done(tmp_path, ctrl_c):
     """A script is interrupted once it has begun; what it leaves is a checkpoint between two saves."""
     folder = tmp_path / "run"
     options = ["--steps", "2000", "--every", "100000", "--pause", "0.01"]

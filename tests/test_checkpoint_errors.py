@@ -32,7 +32,9 @@ def state(sampler):
 
 
 @pytest.mark.parametrize("moment", ["before", "after", "twice"])
-def test_ctrl_c_during_a_save_is_what_comes_out(sampler, state, tmp_path, monkeypatch, moment):
+def test_ctrl_c_during_a_save_is_what_comes_out(
+    sampler, state, tmp_path, monkeypatch, ctrl_c, moment
+):
     """The signal comes before Orbax's own save, or after it and before we know of it."""
     save, saved = ocp.CheckpointManager.save, []
 
