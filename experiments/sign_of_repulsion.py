@@ -37,14 +37,14 @@ class Comparison(NamedTuple):
       mean, largest: of the absolute differences of all components.
       unexplained: largest absolute component of (right - as written) - 2 * repulsion.
       mended: largest absolute difference between the mended program and the right direction.
-      library: the same for ``jsvgd.svgd_direction``.
+      by_jsvgd: the same for ``jsvgd.svgd_direction``.
     """
 
     mean: jax.Array
     largest: jax.Array
     unexplained: jax.Array
     mended: jax.Array
-    library: jax.Array
+    by_jsvgd: jax.Array
 
 
 @jax.jit
@@ -62,7 +62,7 @@ def compare(particles: jax.Array) -> Comparison:
         largest=jnp.max(jnp.abs(difference)),
         unexplained=jnp.max(jnp.abs(difference - 2 * repulsion)),
         mended=jnp.max(jnp.abs(mended - right)),
-        library=jnp.max(jnp.abs(jsvgd.svgd_direction(particles, scores, h) - right)),
+        by_jsvgd=jnp.max(jnp.abs(jsvgd.svgd_direction(particles, scores, h) - right)),
     )
 
 
@@ -93,9 +93,9 @@ def _table(num_particles: int, seed: int) -> str:
     ]
     for d in DIMENSIONS:
         particles = jax.random.normal(jax.random.key(seed), (num_particles, d))
-        mean, largest, unexplained, mended, library = (float(v) for v in compare(particles))
+        mean, largest, unexplained, mended, by_jsvgd = (float(v) for v in compare(particles))
         lines.append(
-            f"{d:>4}{mean:>14.5f}{largest:>14.5f}{unexplained:>21.1e}{mended:>17.1e}{library:>11.1e}"
+            f"{d:>4}{mean:>14.5f}{largest:>14.5f}{unexplained:>21.1e}{mended:>17.1e}{by_jsvgd:>11.1e}"
         )
     lines += [
         "",

@@ -107,13 +107,13 @@ def ksd_contributions(
 def _radial_contributions(x, s, h, kernel: RadialKernel, statistic) -> jax.Array:
     n, d = x.shape
 
-    def sums(far):
+    def sums_of_rows(far):
         stein = stein_kernel(x, s, h, kernel, far=far)
         return row_sums(
             lambda rows: stein(x[rows], s[rows]), n, n, d, far=far, without_diagonal=True
         )
 
-    sums = by_digits(x, h, sums)
+    sums = by_digits(x, h, sums_of_rows)
     if statistic == "u":
         return sums / (n - 1)
     slope_at_zero = kernel.slope(jnp.zeros((), x.dtype))
@@ -164,7 +164,7 @@ def _squared_mmd(both, h, size, kernel: RadialKernel, statistic) -> jax.Array:
     """The squared discrepancy of the first `size` points and the others."""
     d = both.shape[1]
 
-    def squared(far):
+    def squared_discrepancy(far):
         # One centre for both: distances between the samples must survive it.
         scaled = both if far else (both - lax.stop_gradient(jnp.mean(both, axis=0))) / jnp.sqrt(h)
         direct = pair_arithmetic.direct(1 / jnp.sqrt(h))
@@ -187,7 +187,7 @@ def _squared_mmd(both, h, size, kernel: RadialKernel, statistic) -> jax.Array:
         x, y = scaled[:size], scaled[size:]
         return mean(x, x, True) + mean(y, y, True) - 2 * mean(x, y, False)
 
-    return by_digits(both, h, squared)
+    return by_digits(both, h, squared_discrepancy)
 
 
 class CollapseSummary(NamedTuple):

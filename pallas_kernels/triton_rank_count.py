@@ -23,7 +23,10 @@ def count_below(distances, walk, brackets, thresholds, with_ends, one_by_one):
     # The axis along which a thread holds most of its elements: sums along it cross few threads.
     axis = 0 if distances.direct else 1
     left = distances.block(i, LEFT)
-    counter = (_OneByOne if one_by_one else _AllAtOnce)(layout, axis, thresholds, turns)
+    if one_by_one:
+        counter = _OneByOne(layout, axis, thresholds)
+    else:
+        counter = _AllAtOnce(layout, axis, thresholds, turns)
     lowest, beyond = [], []
     if with_ends:
         lowest = [jnp.where(b.low < 0, -FAR, from_u(b.low + 1)) for b in brackets]
@@ -64,8 +67,7 @@ class _OneByOne:
     """Counts a tile threshold by threshold, in a loop: few particles visit few tiles, and code that runs
     once takes longer to fetch than to run."""
 
-    def __init__(self, layout, axis, thresholds, turns):
-        del turns
+    def __init__(self, layout, axis, thresholds):
         self.layout, self.axis, self.thresholds = layout, axis, thresholds
         self.places = jnp.arange(thresholds[0].shape[0])
         self.unroll = min(UNROLL, len(self.places) // 2)

@@ -337,7 +337,7 @@ def test_the_difference_is_twice_the_repulsion(x64):
     found = sign_of_repulsion.compare(particles)
     # What the author of the CUDA version saw: 0.006 to 0.04.
     assert 0.005 < found.mean < 0.008 and 0.03 < found.largest < 0.05
-    assert max(found.unexplained, found.mended, found.library) < 1e-14
+    assert max(found.unexplained, found.mended, found.by_jsvgd) < 1e-14
 
 
 def test_the_sign_makes_particles_collapse_or_spread(x64):
