@@ -29,7 +29,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import triton_rank_tiles as rank_tiles
 from pallas_kernels import triton_tiles as tiles
 from pallas_kernels.triton_rank_bracket import from_u, passes
-from pallas_kernels.triton_rank_count import count_below
+from pallas_kernels.triton_rank_count import AT_ONCE, BY_VALUE, ONE_BY_ONE, count_below
 from pallas_kernels.triton_rank_state import (
     DIGITS,
     DIRECT,
@@ -39,6 +39,7 @@ from pallas_kernels.triton_rank_state import (
     any_open,
     begin,
     counted,
+    few_inside,
     limbs_of,
     load,
     step,
@@ -61,8 +62,11 @@ class Search:
     thresholds: int
     sample: int
     splits: int
-    ends: bool = True  # whether passes also find the bracket's smallest and largest distance
+    ends: int = (
+        1  # pass over everything, from 0, from which on one also finds the ends of a bracket
+    )
     one_by_one: bool = False  # how a tile is counted: see triton_rank_count
+    few: int = 0  # where no more distances lie inside the brackets, tiles are counted by value
     stages: int = 2
 
     @property
@@ -114,18 +118,19 @@ def plan(n, d, interpret=False):
     once, since each makes the thresholds anew.
     """
     if n <= 1024:
-        size, warps, thresholds, sample, programs, ends = 32, 1, 32, 0, 5, True
+        size, warps, thresholds, sample, programs, ends = 32, 1, 32, 0, 5, 1
     elif n <= 2048:
-        size, warps, thresholds, sample, programs, ends = 64, 4, 16, 0, 2, True
+        size, warps, thresholds, sample, programs, ends = 64, 4, 16, 0, 2, 1
     elif n <= 8192:
-        size, warps, thresholds, sample, programs, ends = 64, 4, 16, 4, 2, True
+        size, warps, thresholds, sample, programs, ends = 64, 4, 16, 4, 2, 1
     else:
-        size, warps, thresholds, sample, programs, ends = 128, 8, 16, 2, 1, False
-    if interpret:  # which compiles every compare anew
+        size, warps, thresholds, sample, programs, ends = 128, 8, 16, 2, 1, 2
+    if interpret:  # which compiles every compare, and every branch, anew
         thresholds = 8
     layout = Layout(n, d, size, warps, interpret)
     splits = min(layout.offsets, max(1, programs * tiles.MULTIPROCESSORS // layout.blocks))
-    return Search(layout, thresholds, sample, splits, ends, one_by_one=n <= 1024)
+    few = 0 if interpret or n <= 1024 else 2 * layout.blocks * layout.offsets
+    return Search(layout, thresholds, sample, splits, ends, n <= 1024, few)
 
 
 def order_statistics(x, ranks, *, interpret=False, search=None):
@@ -146,8 +151,10 @@ def order_statistics(x, ranks, *, interpret=False, search=None):
     operands, tally = rank_tiles.prepare(x, search.layout, cleared=_tally(search, len(ranks)))
     arrays = [a for a in operands if a is not None]
     state, totals = [], []
-    for kind, sampled in kinds:
-        out = _pass(search, ranks, kind, sampled)(*arrays, *state, *totals, *tally)
+    first = len(kinds) - search.passes
+    for place, (kind, sampled) in enumerate(kinds):
+        with_ends = place >= first + search.ends
+        out = _pass(search, ranks, kind, sampled, with_ends)(*arrays, *state, *totals, *tally)
         state, totals, tally = out[:3], out[3:5], out[5:]
     values, keys = _finish(search, ranks, state + totals)
     return Found(values, keys, state[0], operands)
@@ -166,7 +173,7 @@ def _tally(search, r):
 
 
 @functools.cache  # JAX then traces and lowers equal passes once
-def _pass(search, ranks, kind, sampled):
+def _pass(search, ranks, kind, sampled, with_ends):
     """A pass over all tiles, or the sampled ones, as a function of arrays: operands, what the pass
     before returned first (nothing for "start"), zeros to count in.
 
@@ -175,6 +182,8 @@ def _pass(search, ranks, kind, sampled):
     Args:
       kind: "start" makes the first thresholds; "next" tightens the bracket first; "turn" goes from
         the bracket in the sample to thresholds for all pairs.
+      with_ends: whether to find the smallest and the largest distance inside the bracket; in one of
+        everything they are of no use.
     """
     layout, r, w = search.layout, len(ranks), search.thresholds
     operand_count, before_count = 3 if layout.direct else 5, 0 if kind == "start" else 5
@@ -188,14 +197,10 @@ def _pass(search, ranks, kind, sampled):
         i, split = pl.program_id(0), pl.program_id(1)
         writes = (i == 0) & (split == 0)
 
-        def count(common, brackets, thresholds, direct):
+        def count(common, brackets, thresholds, direct, how):
             distances = Distances(layout, operand_refs, common[FIELD], direct)
             walk = (i, split, splits, offsets)
-            # A bracket of everything has no use for its ends.
-            with_ends = search.ends and kind != "start"
-            counts, ends = count_below(
-                distances, walk, brackets, thresholds, with_ends, search.one_by_one
-            )
+            counts, ends = count_below(distances, walk, brackets, thresholds, with_ends, how)
             copy = (i + split) % counts_ref.shape[0]
             for q, found in enumerate(counts):
                 for limb, part in enumerate(limbs_of(search, found)):
@@ -211,15 +216,24 @@ def _pass(search, ranks, kind, sampled):
             store(state_out, writes, common, brackets, thresholds)
 
             # With one tile each, the last offset of an even number leaves half of the programs none.
-            has_tiles = is_pair_of_blocks(layout, i, split)
+            going = any_open(brackets) & is_pair_of_blocks(layout, i, split)
+            by_value = search.few > 0 and kind == "next" and not sampled
+            few = few_inside(search, brackets) if by_value else False
 
-            @pl.when(any_open(brackets) & has_tiles)
-            def _():
-                if layout.direct:
-                    count(common, brackets, thresholds, True)
-                    return
-                pl.when(common[DIRECT] > 0)(lambda: count(common, brackets, thresholds, True))
-                pl.when(common[DIRECT] == 0)(lambda: count(common, brackets, thresholds, False))
+            def either(going, direct):
+                by_threshold = ONE_BY_ONE if search.one_by_one else AT_ONCE
+                arguments = common, brackets, thresholds, direct
+                if not by_value:
+                    pl.when(going)(lambda: count(*arguments, by_threshold))
+                else:
+                    pl.when(going & ~few)(lambda: count(*arguments, by_threshold))
+                    pl.when(going & few)(lambda: count(*arguments, BY_VALUE))
+
+            if layout.direct:
+                either(going, True)
+            else:
+                either(going & (common[DIRECT] > 0), True)
+                either(going & (common[DIRECT] == 0), False)
 
         @pl.when(writes)
         def _():

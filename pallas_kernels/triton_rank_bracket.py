@@ -129,7 +129,7 @@ class Bracket:
         b = count.bit_length() - 1
         j = jnp.arange(count)
         width = self.high - self.low
-        inside = jnp.maximum(self._inside(), 1.0)
+        inside = jnp.maximum(self.inside(), 1.0)
         place = jnp.clip((self._place(rank) - 0.5) / inside, 0.0, 1.0)
         start, end = from_u(jnp.maximum(self.low, 0)), from_u(self.high)
         if sampled is None:
@@ -154,7 +154,8 @@ class Bracket:
         steps = self.low + (width >> b) * j + (((width & (count - 1)) * j) >> b)
         return jnp.clip(jnp.where(even, steps, guess), lowest, highest)
 
-    def _inside(self):
+    def inside(self):
+        """How many numbers lie in it, rounded to float32."""
         return _float(self.upto_high - self.below_high, self.upto_low - self.below_low)
 
     def _place(self, rank):

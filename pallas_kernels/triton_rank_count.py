@@ -7,15 +7,17 @@ from pallas_kernels import triton_pairs as pairs
 from pallas_kernels.triton_rank_bracket import NONE, from_u, to_u
 from pallas_kernels.triton_rank_tiles import FAR, LEFT, RIGHT, bits, is_pair_of_blocks, number
 
+ONE_BY_ONE, AT_ONCE, BY_VALUE = range(3)
+MANY_VALUES = 32  # in one tile, beyond which thresholds take no longer
 UNROLL = 4  # pairs of thresholds under way together: one takes long, but leaves the units idle
 
 
-def count_below(distances, walk, brackets, thresholds, with_ends, one_by_one):
+def count_below(distances, walk, brackets, thresholds, with_ends, how):
     """Counts, an int32 vector a rank, and ends: [], or largest + 1 and NONE - smallest of each bracket.
 
     Args:
       distances: `Distances`. walk: (block, first offset, stride, offsets).
-      thresholds: (W,) int32 a rank. one_by_one: how a tile is counted, static.
+      thresholds: (W,) int32 a rank. how: a tile is counted, ONE_BY_ONE, AT_ONCE or BY_VALUE.
     """
     layout = distances.layout
     i, split, splits, offsets = walk
@@ -23,14 +25,13 @@ def count_below(distances, walk, brackets, thresholds, with_ends, one_by_one):
     # The axis along which a thread holds most of its elements: sums along it cross few threads.
     axis = 0 if distances.direct else 1
     left = distances.block(i, LEFT)
-    if one_by_one:
+    if how == ONE_BY_ONE:
         counter = _OneByOne(layout, axis, thresholds)
-    else:
+    elif how == AT_ONCE:
         counter = _AllAtOnce(layout, axis, thresholds, turns)
-    lowest, beyond = [], []
-    if with_ends:
-        lowest = [jnp.where(b.low < 0, -FAR, from_u(b.low + 1)) for b in brackets]
-        beyond = [from_u(b.high + 1) for b in brackets]
+    else:
+        counter = _ByValue(layout, axis, brackets, thresholds)
+    lowest, beyond = _edges(brackets) if with_ends else ([], [])
 
     def turn(t, carry):
         counts, largest, smallest = carry
@@ -63,14 +64,20 @@ def count_below(distances, walk, brackets, thresholds, with_ends, one_by_one):
     return counter.totals(counts), ends
 
 
+def _edges(brackets):
+    """Distances from which on, and up to which, one lies inside each bracket."""
+    lowest = [jnp.where(b.low < 0, -FAR, from_u(b.low + 1)) for b in brackets]
+    return lowest, [from_u(b.high + 1) for b in brackets]
+
+
 class _OneByOne:
     """Counts a tile threshold by threshold, in a loop: few particles visit few tiles, and code that runs
     once takes longer to fetch than to run."""
 
-    def __init__(self, layout, axis, thresholds):
+    def __init__(self, layout, axis, thresholds, unroll=UNROLL):
         self.layout, self.axis, self.thresholds = layout, axis, thresholds
         self.places = jnp.arange(thresholds[0].shape[0])
-        self.unroll = min(UNROLL, len(self.places) // 2)
+        self.unroll = min(unroll, len(self.places) // 2)
         # Two thresholds share a sum: float32 holds that of a row, int32 that of a tile.
         self.base = 2 * layout.size**2
         assert self.base * layout.size < 1 << 24 and self.base * layout.size**2 < 1 << 31
@@ -140,6 +147,54 @@ class _AllAtOnce:
         else:
             totals = [jnp.sum(count) for count in counts]
         return [_vector(totals[q : q + self.count]) for q in range(0, len(totals), self.count)]
+
+
+class _ByValue:
+    """Counts a tile value by value of those inside the brackets: inside narrow ones most tiles have none.
+    Where particles come in order of their clusters one tile may have many: it is counted as any other.
+    """
+
+    def __init__(self, layout, axis, brackets, thresholds):
+        self.axis, self.thresholds = axis, thresholds
+        self.edges = _edges(brackets)
+        self.by_threshold = _OneByOne(layout, axis, thresholds, unroll=1)
+
+    def zeros(self):
+        return self.by_threshold.zeros()
+
+    def add(self, distance, counts):
+        def number_of(condition):
+            return jnp.sum(jnp.sum(jnp.where(condition, 1.0, 0.0), axis=self.axis)).astype(
+                jnp.int32
+            )
+
+        def by_value(counts):
+            added = []
+            for values, low, high, found, below in zip(
+                self.thresholds, *self.edges, counts, belows, strict=True
+            ):
+
+                def take(state, values=values):
+                    value, found = state
+                    ties = number_of(distance == value)
+                    found += jnp.where(values >= to_u(value), ties, 0)
+                    return self._least(distance, distance > value), found
+
+                first = self._least(distance, distance >= low), found + below
+                inside = lambda state, high=high: state[0] < high
+                added.append(lax.while_loop(inside, take, first)[1])
+            return added
+
+        belows = [number_of(distance < low) for low in self.edges[0]]
+        inside = sum(number_of(distance < high) for high in self.edges[1]) - sum(belows)
+        by_threshold = lambda counts: self.by_threshold.add(distance, counts)
+        return lax.cond(inside > MANY_VALUES, by_threshold, by_value, counts)
+
+    def _least(self, distance, condition):
+        return jnp.min(jnp.min(jnp.where(condition, distance, FAR), axis=self.axis))
+
+    def totals(self, counts):
+        return counts
 
 
 def _element(values, k):

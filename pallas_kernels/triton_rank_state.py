@@ -118,13 +118,11 @@ def counted(search, before_refs, r):
                 counts = counts[0] + (parts[2] << (DIGITS - shift)), counts[1]
         else:
             counts = None, sum(part << (DIGITS * k) for k, part in enumerate(parts))
-        ends = None
-        if search.ends:
-            largest, smallest = (
-                functools.reduce(jnp.maximum, [ends_ref[c, 2 * q + side] for c in copies])
-                for side in (0, 1)
-            )
-            ends = largest > 0, NONE - smallest, largest - 1
+        largest, smallest = (
+            functools.reduce(jnp.maximum, [ends_ref[c, 2 * q + side] for c in copies])
+            for side in (0, 1)
+        )
+        ends = largest > 0, NONE - smallest, largest - 1  # not found where nobody looked for them
         found.append((thresholds_ref[q, every], counts, ends))
     return found
 
@@ -141,6 +139,11 @@ def any_open(brackets):
     for bracket in brackets[1:]:
         found |= bracket.open()
     return found
+
+
+def few_inside(search, brackets):
+    """Whether so few distances lie inside that most tiles have none."""
+    return sum(bracket.inside() for bracket in brackets) <= float(search.few)
 
 
 def load(search, before_refs, r):

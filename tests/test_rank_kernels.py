@@ -39,12 +39,12 @@ def cloud(kind, n, d, seed=0, scale=1.0):
     return (scale * x).astype(np.float32)
 
 
-def small_search(n, d, *, sample=0, thresholds=8, ends=True, splits=2, one_by_one=True):
+def small_search(n, d, *, sample=0, splits=2, **options):
     """Few thresholds compile sooner under the interpreter."""
     layout = triton_rank.plan(n, d, not ON_GPU).layout
-    splits = min(splits, layout.offsets)
-    sample = min(sample, layout.offsets)
-    return triton_rank.Search(layout, thresholds, sample, splits, ends, one_by_one)
+    options = {"thresholds": 8, "one_by_one": True, **options}
+    splits, sample = min(splits, layout.offsets), min(sample, layout.offsets)
+    return triton_rank.Search(layout, sample=sample, splits=splits, **options)
 
 
 @functools.cache
@@ -110,9 +110,10 @@ def check(x, ranks, search):
     [
         ((2, 1), {}),
         ((33, 3), {}),
+        ((33, 4), {"few": 40}),
         ((96, 2), {"splits": 1}),  # a whole tile between two others
         ((33, 70), {}),  # two chunks of dimensions
-        ((70, 12), {"ends": False, "one_by_one": False}),
+        ((70, 12), {"ends": 99, "one_by_one": False}),
         pytest.param(
             (150, 70),
             {"sample": 2, "splits": 1},
@@ -228,7 +229,7 @@ def test_not_finite_gives_nan(bad):
     for n, d in [(33, 3), (70, 12)]:
         x = cloud("normal", n, d)
         x[n // 2, 1] = bad
-        search = small_search(n, d, ends=d <= 8)
+        search = small_search(n, d, ends=1 if d <= 8 else 99)
         ranks = (median_rank(n), median_rank(n) + 1)
         assert np.isnan(compiled(search, ranks)(x)[0].values).all()
 
