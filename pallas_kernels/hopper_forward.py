@@ -164,6 +164,14 @@ def launch(q, k, aq, ak, v, *, layout: Layout, tiles: ForwardTiles, batch: int, 
         problem = lax.axis_index("b")
         base = problem * rows_q + lax.axis_index("q") * (bq * wgs) + wg * bq
 
+        def sums(chunk):
+            return o_ref.at[part, pl.ds(base, bq), pl.ds(chunk * vlane, vlane)]
+
+        def add(total):
+            for chunk, one in enumerate(total):
+                before = plgpu.load(sums(chunk), layout=plgpu.Layout.WGMMA, optimized=False)
+                sums(chunk)[...] = before + one
+
         def context(pipeline):
             plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(base, bq)], q_s.at[wg], q_bar.at[wg])
             ai = 0
@@ -174,13 +182,17 @@ def launch(q, k, aq, ak, v, *, layout: Layout, tiles: ForwardTiles, batch: int, 
             plgpu.barrier_wait(q_bar.at[wg])
             total = tuple(zeros((bq, vlane), plgpu.Layout.WGMMA) for _ in range(chunks))
             carry = {"total": total}
+            if tiles.run:
+                for chunk in range(chunks):
+                    sums(chunk)[...] = total[chunk]
             if norms:
                 carry |= {"ai": ai, "weight": zeros((bq,), row_layout)}
             carry = pipeline(carry)
-            for chunk in range(chunks):
-                o_ref.at[part, pl.ds(base, bq), pl.ds(chunk * vlane, vlane)][...] = carry["total"][
-                    chunk
-                ]
+            if tiles.run:
+                add(carry["total"])
+            else:
+                for chunk in range(chunks):
+                    sums(chunk)[...] = carry["total"][chunk]
             weight = carry["weight"] if norms else zeros((bq,), row_layout)
             r_ref.at[part, pl.ds(base, bq)][...] = weight
 
@@ -197,7 +209,48 @@ def launch(q, k, aq, ak, v, *, layout: Layout, tiles: ForwardTiles, batch: int, 
             halves = operands.halves(p, tiles.cut_bits) if low else (p.astype(jnp.bfloat16),)
             return halves, (p.sum(axis=1) if norms else None)
 
-        def step(_, *refs):
+        def fresh_sums(p, tensors, ready, done, total):
+            """total with p times the values added in registers, chunk by chunk."""
+            new = []
+            for chunk in range(chunks):
+
+                def second(ref, chunk=chunk):
+                    multiply(ref, p, tensors, chunk)
+                    return ref[...]
+
+                plgpu.barrier_wait(ready["v", chunk])
+                fresh = pl.run_scoped(second, plgpu.ACC((bq, vlane), jnp.float32))
+                new.append(total[chunk] + fresh)
+                plgpu.barrier_arrive(done["v", chunk])
+            return tuple(new)
+
+        def running_sums(p, tensors, ready, done, total, index):
+            """total with p times the values added by the products themselves, for a run of steps."""
+
+            def second(refs):
+                for chunk, ref in enumerate(refs):
+                    multiply(ref, p, tensors, chunk)
+
+            for chunk in range(chunks):
+                plgpu.barrier_wait(ready["v", chunk])
+            total = pl.run_state(second)(tuple(plgpu.ACC.init(one) for one in total))
+            for chunk in range(chunks):
+                plgpu.barrier_arrive(done["v", chunk])
+
+            def restart(total):
+                add(total)
+                # A warp that is done with its rows must not release keys that another has yet to read.
+                plgpu.commit_smem()
+                return tuple(zeros((bq, vlane), plgpu.Layout.WGMMA) for _ in total)
+
+            ends = lax.rem(jnp.int32(index), jnp.int32(tiles.run)) == tiles.run - 1
+            return lax.cond(ends, restart, lambda total: total, total)
+
+        def multiply(ref, p, tensors, chunk):
+            for i, j in value_pieces:
+                plgpu.wgmma(ref, p[i], columns(tensors["v", chunk], 0, j, vlane))
+
+        def step(indices, *refs):
             count = len(order)
             tensors, ready, done = (
                 {name: refs[start + i] for i, name in enumerate(order)}
@@ -222,19 +275,8 @@ def launch(q, k, aq, ak, v, *, layout: Layout, tiles: ForwardTiles, batch: int, 
             p, p_sum = weights(e, tensors, ready, done, carry)
             if norms:
                 carry["weight"] = carry["weight"] + p_sum
-            total = []
-            for chunk in range(chunks):
-
-                def second(ref, chunk=chunk):
-                    for i, j in value_pieces:
-                        plgpu.wgmma(ref, p[i], columns(tensors["v", chunk], 0, j, vlane))
-                    return ref[...]
-
-                plgpu.barrier_wait(ready["v", chunk])
-                fresh = pl.run_scoped(second, plgpu.ACC((bq, vlane), jnp.float32))
-                total.append(carry["total"][chunk] + fresh)
-                plgpu.barrier_arrive(done["v", chunk])
-            carry["total"] = tuple(total)
+            held = p, tensors, ready, done, carry["total"]
+            carry["total"] = running_sums(*held, *indices) if tiles.run else fresh_sums(*held)
             return carry
 
         def block(width, lane, chunk):

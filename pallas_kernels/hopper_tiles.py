@@ -63,6 +63,8 @@ class ForwardTiles:
       stages: steps of keys and values in shared memory at once.
       splits: parts of the keys, each summed by blocks of its own and added outside.
       cut_bits: whether K is halved by integer instructions instead of conversions.
+      run: steps that one accumulator sums before it is added to the result in global memory; 0: every
+        step has a fresh one, added to sums in registers, for which many dimensions leave no room.
     """
 
     block_q: int = 64
@@ -71,6 +73,7 @@ class ForwardTiles:
     stages: int = 2
     splits: int = 1
     cut_bits: bool = False
+    run: int = 0
 
     def shared_memory(self, layout: Layout) -> int:
         """Bytes of shared memory of one block."""
@@ -140,10 +143,13 @@ def splits_for(blocks: int, steps: int) -> int:
 def forward_tiles(n: int, m: int, d: int, precision: str, batch: int = 1):
     """(layout, tiles) of the direction for n keys, m queries, d dimensions, batch problems."""
     layout = layout_for(d, precision, PACKED_UP_TO)
-    if layout.chunks > 2:
+    if layout.chunks > 2 and layout.pieces == 2:
         # Two warpgroups would leave 168 registers a thread for 256 sums of 64 rows.
-        block_k = 32 if layout.pieces == 2 else 64
-        tiles = ForwardTiles(warpgroups=1, block_k=block_k, cut_bits=True)
+        tiles = ForwardTiles(warpgroups=1, block_k=32, cut_bits=True, run=32)
+        if layout.chunks == 3:
+            tiles = ForwardTiles(warpgroups=1, block_k=64, stages=1, cut_bits=True, run=16)
+    elif layout.chunks > 2:
+        tiles = ForwardTiles(warpgroups=1, block_k=64, cut_bits=True)
     elif layout.chunks == 2:
         tiles = ForwardTiles(block_k=64, cut_bits=True)
     elif batch * math.ceil(m / 64) <= MULTIPROCESSORS:

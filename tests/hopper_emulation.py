@@ -144,12 +144,28 @@ def emulate(monkeypatch, *modules):
     def run_scoped(f, *specs):
         return f(*[Ref(np.zeros(spec.shape, spec.dtype)) for spec in specs])
 
+    def run_state(f):
+        def run(initial):
+            refs = [Ref(np.array(start)) for start in initial]
+            f(refs)
+            return tuple(jnp.asarray(ref.array) for ref in refs)
+
+        return run
+
     def memory(shape, dtype=jnp.float32, transforms=()):
         return SimpleNamespace(kind="memory", shape=shape, dtype=dtype)
 
+    class Accumulator(SimpleNamespace):
+        """Zeros of a shape for run_scoped; run_state takes what they begin with."""
+
+        def __init__(self, shape, dtype):
+            super().__init__(shape=shape, dtype=dtype)
+
+        init = staticmethod(lambda array: array)
+
     layout = SimpleNamespace(reduce=lambda axis: None)
     plgpu = SimpleNamespace(
-        ACC=memory,
+        ACC=Accumulator,
         SMEM=memory,
         Barrier=lambda num_barriers: SimpleNamespace(kind="barrier"),
         BlockSpec=lambda block_shape, index_map, transforms=(): SimpleNamespace(
@@ -161,16 +177,24 @@ def emulate(monkeypatch, *modules):
         TilingTransform=lambda n: None,
         barrier_arrive=arrive,
         barrier_wait=wait,
+        commit_smem=lambda: None,
         copy_gmem_to_smem=copy,
         emit_pipeline_warp_specialized=pipeline_of,
         kernel=kernel,
         layout_cast=lambda x, layout: x,
-        load=lambda ref, layout: ref[...],
+        load=lambda ref, layout, optimized=True: ref[...],
         wgmma=wgmma,
     )
-    pl = SimpleNamespace(ds=lambda k, size: slice(int(k), int(k) + size), run_scoped=run_scoped)
+    pl = SimpleNamespace(
+        ds=lambda k, size: slice(int(k), int(k) + size),
+        run_scoped=run_scoped,
+        run_state=run_state,
+    )
     placed_lax = SimpleNamespace(
-        axis_index=place.__getitem__, broadcast_in_dim=lax.broadcast_in_dim
+        axis_index=place.__getitem__,
+        broadcast_in_dim=lax.broadcast_in_dim,
+        cond=lambda condition, yes, no, *operands: (yes if condition else no)(*operands),
+        rem=lax.rem,
     )
     for module in modules:
         monkeypatch.setattr(module, "pallas_modules", lambda: (pl, plgpu))

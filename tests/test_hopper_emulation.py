@@ -52,8 +52,9 @@ def relative(out, ref):
         (200, 130, 40, {"warpgroups": 2, "block_k": 128, "splits": 2, "cut_bits": True}),
         (200, 200, 64, {}),
         (150, 150, 128, {}),
-        (100, 70, 130, {"splits": 1}),
-        (70, 70, 256, {"splits": 1}),
+        (200, 70, 130, {"splits": 1, "run": 2}),
+        (70, 70, 256, {"splits": 1, "run": 2}),
+        (70, 70, 250, {"splits": 1}),
     ],
 )
 @pytest.mark.parametrize("precision, limit", [("high", 2e-5), ("default", 1e-2)])
