@@ -45,31 +45,24 @@ def _by_rows(implementation, raw, step_size, kernel, precision):
     base = None if step_size is None else raw.particles
     # Where queries are the particles, the same object: the kernels share its operands.
     arrays = (raw.particles if raw.queries is None else raw.queries, *raw[1:])
+    options = {"kernel": name, **interpreted}
+    apart = _kernels("triton_apart")
     if is_small(implementation, raw):
-        phi, far = _kernels("triton_small").forward(
-            *arrays,
-            kernel=name,
-            precision=precision,
-            limit=FAR,
-            base=base,
-            step=step_size,
-            **interpreted,
+        parts, far = _kernels("triton_small").forward(
+            *arrays, precision=precision, limit=FAR, **options
         )
-    else:
-        near = standardise(raw)
-        far = is_beyond(FAR, near)
-        phi = _kernels(f"{_family(implementation)}_forward").forward(
-            near.particles if near.queries is None else near.queries,
-            *near[1:],
-            kernel=name,
-            precision=precision,
-            base=base,
-            scale=step_size,
-            **interpreted,
-        )
-    return _kernels("triton_apart").forward(
-        phi, far, *arrays, kernel=name, base=base, step=step_size, **interpreted
+        return apart.assemble(parts, far, *arrays, base=base, step=step_size, **options)
+    near = standardise(raw)
+    phi = _kernels(f"{_family(implementation)}_forward").forward(
+        near.particles if near.queries is None else near.queries,
+        *near[1:],
+        precision=precision,
+        base=base,
+        scale=step_size,
+        **options,
     )
+    far = is_beyond(FAR, near)
+    return apart.forward(phi, far, *arrays, base=base, step=step_size, **options)
 
 
 def _by_weights(implementation, raw, step_size, kernel, precision):

@@ -6,22 +6,20 @@ scale second, so near pairs of a far cluster keep every digit. They overwrite th
 where the flag is set and return at once where it is not: that costs one short launch, while a
 conditional outside of kernels makes the host wait for the device in every call.
 
-A program owns whole rows i = p, p + programs, ... and walks over all particles in tiles of columns;
-nothing is added atomically. Speed does not matter here, answers do: about N^2 d elementwise steps.
+`triton_flag` has the walk over rows and columns. Speed does not matter here, answers do: about N^2 d
+elementwise steps.
 """
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import triton_pairs as pairs
 from pallas_kernels import triton_tiles as tiles
+from pallas_kernels.triton_flag import View, behind_flag, columns, loop, overwrite, walk, width
 
-PROGRAMS = 4 * tiles.MULTIPROCESSORS  # few, so that a launch with nothing to do is over at once
-ROWS = 16  # a program, at least: under vmap there are as many programs for every problem
-TILE = 4096  # elements of a (columns, dimensions) tile: 32 a thread
+PARTS = 8192  # elements of parts that a program adds: 64 a thread
 CHUNK = 128  # dimensions a program holds where it does not hold whole rows
 
 
@@ -36,11 +34,56 @@ def forward(phi, far, q, x, s, scale, c, *, kernel, base=None, step=None, interp
       kernel: "rbf" or "imq".
       base: (M, d) float32 or None. step: float32 scalar or None; both or neither.
     """
-    n, d = x.shape
+    more = [] if base is None else [base, _one(step)]
+    row = _forward_row(x.shape, kernel, interpret)
+    name = f"svgd_apart_forward_{kernel}"
+    return overwrite(row, [phi], far, [q, x, s, scale, c, *more], q.shape[0], name, interpret)[0]
+
+
+def assemble(parts, far, q, x, s, scale, c, *, kernel, base=None, step=None, interpret=False):
+    """The sum of the parts (base + step * sum), or the direction by differences where far is set.
+
+    Args:
+      parts: (P, M, d) float32. The rest as in `forward`.
+    """
+    count, m, d = parts.shape
+    size = max(1, PARTS // (tiles.next_power_of_two(count) * width(d)))
+
+    def added(block, refs, out_refs):
+        part_ref, base_refs = refs[-1], refs[5:-1]
+        view = View(d, 0 * block, width(d))
+        rows, inside = columns(block, size, m)
+        at = pl.ds(0 * block, tiles.next_power_of_two(count))
+        mask = inside[None, :, None] & view.inside[None, None, :]
+        mask &= (0 * block + jnp.arange(at.size) < count)[:, None, None]
+        y = jnp.sum(plt.load(part_ref.at[at, rows, view.at], mask=mask, other=0.0), axis=0)
+        mask = inside[:, None] & view.inside[None, :]
+        if base_refs:
+            y = view.tile(base_refs[0], rows, inside) + base_refs[1][0] * y
+        plt.store(out_refs[0].at[rows, view.at], y, mask=mask)
+
+    more = [] if base is None else [base, _one(step)]
+    row = _forward_row(x.shape, kernel, interpret)
+    return behind_flag(
+        lambda i, refs, out_refs: row(i, refs[:-1], out_refs),
+        added,
+        far,
+        [q, x, s, scale, c, *more, parts],
+        [jax.ShapeDtypeStruct((m, d), jnp.float32)],
+        rows=m,
+        programs=-(-m // size),
+        name=f"svgd_apart_assemble_{kernel}",
+        interpret=interpret,
+    )[0]
+
+
+def _forward_row(shape, kernel, interpret):
+    """One row of `forward`, from refs of q, x, s, scale, c and, if given, base and step."""
+    n, d = shape
 
     def row(i, refs, out_refs):
         q_ref, x_ref, s_ref, scale_ref, c_ref, *base_refs = refs
-        view = _View(d, 0 * i, _width(d))
+        view = View(d, 0 * i, width(d))
         q_i, scale_, c_ = view.load(q_ref, i), view.load(scale_ref), view.load(c_ref)
 
         def tile(at, inside, total):
@@ -49,14 +92,12 @@ def forward(phi, far, q, x, s, scale, c, *, kernel, base=None, step=None, interp
             score = view.tile(s_ref, at, inside)
             return total + jnp.sum(f[:, None] * score + w[:, None] * (c_ * difference), axis=0)
 
-        y = _walk(n, view.width, tile, jnp.zeros((view.width,), jnp.float32)) * (1.0 / n)
+        y = walk(n, view.width, tile, jnp.zeros((view.width,), jnp.float32)) * (1.0 / n)
         if base_refs:
             y = view.load(base_refs[0], i) + base_refs[1][0] * y
         view.store(out_refs[0], i, y)
 
-    more = [] if base is None else [base, _one(step)]
-    name = f"svgd_apart_forward_{kernel}"
-    return _overwrite(row, [phi], far, [q, x, s, scale, c, *more], q.shape[0], name, interpret)[0]
+    return row
 
 
 def backward(near, far, x, s, scale, c, g, *, kernel, interpret=False):
@@ -74,7 +115,7 @@ def backward(near, far, x, s, scale, c, g, *, kernel, interpret=False):
 
     def row(i, refs, out_refs):
         x_ref, s_ref, g_ref, scale_ref, c_ref = refs
-        view = _View(d, 0 * i, _width(d))
+        view = View(d, 0 * i, width(d))
         x_i, s_i, g_i = (view.load(ref, i) for ref in (x_ref, s_ref, g_ref))
         scale_, c_ = view.load(scale_ref), view.load(c_ref)
 
@@ -96,7 +137,7 @@ def backward(near, far, x, s, scale, c, g, *, kernel, interpret=False):
             )
 
         zero = jnp.zeros((view.width,), jnp.float32)
-        sums = _walk(n, view.width, tile, (zero,) * 5)
+        sums = walk(n, view.width, tile, (zero,) * 5)
         position, smooth, exchange, push, spread = (x * (1.0 / n) for x in sums)
         d_drift = g_i * push
         rows = c_ * exchange - position, smooth, d_drift, c_ * d_drift - 0.5 * spread
@@ -104,34 +145,34 @@ def backward(near, far, x, s, scale, c, g, *, kernel, interpret=False):
             view.store(ref, i, value)
 
     name = f"svgd_apart_backward_{kernel}"
-    return _overwrite(row, list(near), far, [x, s, g, scale, c], n, name, interpret)
+    return overwrite(row, list(near), far, [x, s, g, scale, c], n, name, interpret)
 
 
 def half_squared_distances(u, far, x, scale, *, interpret=False):
     """u (N, N), or sum_c (scale_c (x_ic - x_jc))^2 / 2 where far is set; any d."""
     n, d = x.shape
-    columns = min(32, tiles.next_power_of_two(n))
+    size = min(32, tiles.next_power_of_two(n))
 
     def row(i, refs, out_refs):
         x_ref, scale_ref = refs
 
         def across(t, _):
-            at, inside = _columns(t, columns, n)
+            at, inside = columns(t, size, n)
 
             def along(k, total):
-                view = _View(d, k * CHUNK, CHUNK)
+                view = View(d, k * CHUNK, CHUNK)
                 other = view.tile(x_ref, at, inside)
                 difference = view.load(scale_ref) * (view.load(x_ref, i) - other)
                 return total + _half_squared(difference)
 
-            zero = jnp.zeros((columns,), jnp.float32)
-            total = _loop(-(-d // CHUNK), along, zero)
+            zero = jnp.zeros((size,), jnp.float32)
+            total = loop(-(-d // CHUNK), along, zero)
             plt.store(out_refs[0].at[i, at], total, mask=inside)
             return 0
 
-        _loop(-(-n // columns), across, 0)
+        loop(-(-n // size), across, 0)
 
-    return _overwrite(row, [u], far, [x, scale], n, "svgd_apart_distances", interpret)[0]
+    return overwrite(row, [u], far, [x, scale], n, "svgd_apart_distances", interpret)[0]
 
 
 def combine(phi, far, weights, slopes, x, s, scale, c, *, base=None, step=None, interpret=False):
@@ -145,7 +186,7 @@ def combine(phi, far, weights, slopes, x, s, scale, c, *, base=None, step=None, 
 
     def row(task, refs, out_refs):
         k_ref, w_ref, x_ref, s_ref, scale_ref, c_ref, *base_refs = refs
-        i, view = task // chunks, _View(d, task % chunks * CHUNK, CHUNK)
+        i, view = task // chunks, View(d, task % chunks * CHUNK, CHUNK)
         x_i, scale_, c_ = view.load(x_ref, i), view.load(scale_ref), view.load(c_ref)
 
         def tile(at, inside, total):
@@ -156,58 +197,14 @@ def combine(phi, far, weights, slopes, x, s, scale, c, *, base=None, step=None, 
             )
             return total + jnp.sum(f * score + w * (c_ * difference), axis=0)
 
-        y = _walk(n, CHUNK, tile, jnp.zeros((CHUNK,), jnp.float32)) * (1.0 / n)
+        y = walk(n, CHUNK, tile, jnp.zeros((CHUNK,), jnp.float32)) * (1.0 / n)
         if base_refs:
             y = view.load(base_refs[0], i) + base_refs[1][0] * y
         view.store(out_refs[0], i, y)
 
     more = [] if base is None else [base, _one(step)]
     arrays = [weights, slopes, x, s, scale, c, *more]
-    return _overwrite(row, [phi], far, arrays, n * chunks, "svgd_apart_combine", interpret)[0]
-
-
-# --- one row against all particles -----------------------------------------------------------------
-
-
-class _View:
-    """Dimensions start, ..., start + width - 1 of arrays with d of them; zeros beyond d.
-
-    start is traced: JAX refuses a slice beyond an edge that it can see, mask or no mask.
-    """
-
-    def __init__(self, d, start, width):
-        self.width, self.at = width, pl.ds(start, width)
-        self.inside = start + jnp.arange(width) < d
-
-    def load(self, ref, *row):
-        return plt.load(ref.at[(*row, self.at)], mask=self.inside, other=0.0)
-
-    def store(self, ref, row, value):
-        plt.store(ref.at[row, self.at], value, mask=self.inside)
-
-    def tile(self, ref, columns, inside):
-        mask = inside[:, None] & self.inside[None, :]
-        return plt.load(ref.at[columns, self.at], mask=mask, other=0.0)
-
-
-def _width(d):
-    return max(16, tiles.next_power_of_two(d))
-
-
-def _columns(t, size, n):
-    return pl.ds(t * size, size), t * size + jnp.arange(size) < n
-
-
-def _walk(n, width, tile, start):
-    """tile(columns, inside, carry) over all n particles."""
-    size = min(TILE // width, max(16, tiles.next_power_of_two(n)))
-    step = lambda t, carry: tile(*_columns(t, size, n), carry)
-    return _loop(-(-n // size), step, start)
-
-
-def _loop(turns, body, start):
-    """A loop whose counter has the type of a program's number, x64 or not: they index together."""
-    return lax.fori_loop(0, turns, lambda t, carry: body(t.astype(jnp.int32), carry), start)
+    return overwrite(row, [phi], far, arrays, n * chunks, "svgd_apart_combine", interpret)[0]
 
 
 def _half_squared(difference):
@@ -221,39 +218,3 @@ def _profile(kernel, u, inside, interpret):
 
 def _one(number):
     return jnp.reshape(number, (1,)).astype(jnp.float32)
-
-
-def _overwrite(row, outputs, far, arrays, rows, name, interpret):
-    """row(i, refs, output refs) for every i < rows where far is set; the outputs as they are elsewhere."""
-    # The interpreter copies whole arrays for every program.
-    programs = min(-(-rows // ROWS), 4 if interpret else PROGRAMS)
-    far = jnp.reshape(far, (-1,)).astype(jnp.int32)
-    count = far.shape[0]
-
-    def program(far_ref, *refs):
-        given, out_refs = refs[: len(arrays)], refs[len(arrays) + len(outputs) :]
-        first = pl.program_id(0)
-        flags = pl.ds(0 * first, tiles.next_power_of_two(count))
-        inside = 0 * first + jnp.arange(flags.size) < count
-
-        @pl.when(jnp.max(plt.load(far_ref.at[flags], mask=inside, other=0)) != 0)
-        def _():
-            def turn(k, _):
-                # Beyond the end the last row is made again, to the same bits.
-                row(jnp.minimum(first + k * programs, rows - 1), given, out_refs)
-                return 0
-
-            _loop(-(-rows // programs), turn, 0)
-
-    program.__name__ = name
-    return pl.pallas_call(
-        program,
-        grid=(programs,),
-        in_specs=[pl.BlockSpec()] * (1 + len(arrays) + len(outputs)),
-        out_specs=[pl.BlockSpec()] * len(outputs),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
-        input_output_aliases={1 + len(arrays) + k: k for k in range(len(outputs))},
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name=name,
-    )(far, *arrays, *outputs)

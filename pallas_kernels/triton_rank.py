@@ -16,7 +16,6 @@ has the same part. It only places the first thresholds. Where the first pass ove
 the wanted distance to be small beside the particles' reach, the search begins again by differences.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -27,68 +26,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import triton_rank_tiles as rank_tiles
-from pallas_kernels import triton_tiles as tiles
-from pallas_kernels.triton_rank_bracket import from_u, passes
+from pallas_kernels.triton_rank_bracket import from_u
 from pallas_kernels.triton_rank_count import AT_ONCE, BY_VALUE, ONE_BY_ONE, count_below
+from pallas_kernels.triton_rank_plan import over_sample, plan
 from pallas_kernels.triton_rank_state import (
-    DIGITS,
     DIRECT,
     FIELD,
     FIELDS,
     FINITE,
     any_open,
     begin,
+    by_value,
     counted,
-    few_inside,
     limbs_of,
     load,
     step,
     store,
     tightened,
 )
-from pallas_kernels.triton_rank_tiles import Distances, Layout, Operands, is_pair_of_blocks, power
+from pallas_kernels.triton_rank_tiles import Distances, Operands, is_pair_of_blocks, power
 
 MAX_DIMENSION = 512
 MAX_PARTICLES = 1 << 20
 COPIES = 4  # counters that programs add to, so that they seldom meet
-
-
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """Static choices. thresholds: W, of each rank and pass; sample: offsets of the sampled tiles,
-    or 0; splits: programs that share the offsets of a block."""
-
-    layout: Layout
-    thresholds: int
-    sample: int
-    splits: int
-    ends: int = (
-        1  # pass over everything, from 0, from which on one also finds the ends of a bracket
-    )
-    one_by_one: bool = False  # how a tile is counted: see triton_rank_count
-    few: int = 0  # where no more distances lie inside the brackets, tiles are counted by value
-    stages: int = 2
-
-    @property
-    def passes(self):
-        return passes(self.thresholds)
-
-    @property
-    def limbs(self):
-        """Float32 counters a count is cut into: no sum in one of them passes 2^24."""
-        return 1 if self.total < 1 << 24 else 2 if self.total < 1 << (24 + DIGITS) else 3
-
-    @property
-    def two_limbs(self):
-        return self.total >= 1 << 31
-
-    @property
-    def total(self):
-        return self.layout.n * (self.layout.n - 1) // 2
-
-    @property
-    def sampled(self):
-        return self.layout.pairs_within(self.sample)
 
 
 class Found(NamedTuple):
@@ -111,28 +71,6 @@ def supports(n, d, dtype):
     return True, ""
 
 
-def plan(n, d, interpret=False):
-    """The static choices for n particles in d dimensions.
-
-    Few particles: a launch and its code cost more than its compares. Many: as many programs as run at
-    once, since each makes the thresholds anew.
-    """
-    if n <= 1024:
-        size, warps, thresholds, sample, programs, ends = 32, 1, 32, 0, 5, 1
-    elif n <= 2048:
-        size, warps, thresholds, sample, programs, ends = 64, 4, 16, 0, 2, 1
-    elif n <= 8192:
-        size, warps, thresholds, sample, programs, ends = 64, 4, 16, 4, 2, 1
-    else:
-        size, warps, thresholds, sample, programs, ends = 128, 8, 16, 2, 1, 2
-    if interpret:  # which compiles every compare, and every branch, anew
-        thresholds = 8
-    layout = Layout(n, d, size, warps, interpret)
-    splits = min(layout.offsets, max(1, programs * tiles.MULTIPROCESSORS // layout.blocks))
-    few = 0 if interpret or n <= 1024 else 2 * layout.blocks * layout.offsets
-    return Search(layout, thresholds, sample, splits, ends, n <= 1024, few)
-
-
 def order_statistics(x, ranks, *, interpret=False, search=None):
     """Squared distances |x_i - x_j|^2, i < j, of the given ranks.
 
@@ -144,27 +82,27 @@ def order_statistics(x, ranks, *, interpret=False, search=None):
       `Found`.
     """
     search = search or plan(*x.shape, interpret)
-    kinds = [("start", False)] + [("next", False)] * (search.passes - 1)
-    if search.sample:
-        kinds = [("start", True), ("next", True), ("turn", False), *kinds[1:]]
-    ranks = tuple(ranks)
-    operands, tally = rank_tiles.prepare(x, search.layout, cleared=_tally(search, len(ranks)))
+    ranks, kinds = tuple(ranks), search.kinds
+    operands, tally = rank_tiles.prepare(
+        x, search.layout, cleared=_tally(search, len(ranks), search.width(kinds[0]))
+    )
     arrays = [a for a in operands if a is not None]
-    state, totals = [], []
-    first = len(kinds) - search.passes
-    for place, (kind, sampled) in enumerate(kinds):
-        with_ends = place >= first + search.ends
-        out = _pass(search, ranks, kind, sampled, with_ends)(*arrays, *state, *totals, *tally)
+    state, totals, before, over_all = [], [], None, 0
+    for kind, after in zip(kinds, [*kinds[1:], kinds[-1]], strict=True):
+        with_ends = over_all >= search.ends
+        run = _pass(search, ranks, kind, before, search.width(after), with_ends)
+        out = run(*arrays, *state, *totals, *tally)
         state, totals, tally = out[:3], out[3:5], out[5:]
-    values, keys = _finish(search, ranks, state + totals)
+        before, over_all = kind, over_all + (not over_sample(kind))
+    values, keys = _finish(search, ranks, before, state + totals)
     return Found(values, keys, state[0], operands)
 
 
-def _tally(search, r):
+def _tally(search, r, width):
     """Counts of each copy, rank, part and threshold, and ends of each copy and rank, of one pass."""
     copies = COPIES if search.layout.blocks >= 8 else 1
     return [
-        jax.ShapeDtypeStruct((copies, r, search.limbs, search.thresholds), jnp.float32),
+        jax.ShapeDtypeStruct((copies, r, search.limbs, width), jnp.float32),
         jax.ShapeDtypeStruct((copies, 2 * r), jnp.int32),
     ]
 
@@ -173,22 +111,24 @@ def _tally(search, r):
 
 
 @functools.cache  # JAX then traces and lowers equal passes once
-def _pass(search, ranks, kind, sampled, with_ends):
+def _pass(search, ranks, kind, before, width_after, with_ends):
     """A pass over all tiles, or the sampled ones, as a function of arrays: operands, what the pass
-    before returned first (nothing for "start"), zeros to count in.
+    before returned first (nothing for the first one), zeros to count in.
 
     It returns [common, brackets, thresholds, counts, ends, zeros, zeros].
 
     Args:
       kind: "start" makes the first thresholds; "next" tightens the bracket first; "turn" goes from
-        the bracket in the sample to thresholds for all pairs.
+        the bracket in the sample to thresholds for all pairs; "rescue" takes many even steps.
+      before: kind of the pass before. width_after: thresholds of the pass after it, for its zeros.
       with_ends: whether to find the smallest and the largest distance inside the bracket; in one of
         everything they are of no use.
     """
-    layout, r, w = search.layout, len(ranks), search.thresholds
-    operand_count, before_count = 3 if layout.direct else 5, 0 if kind == "start" else 5
-    offsets = min(search.sample, layout.offsets) if sampled else layout.offsets
+    layout, r, w = search.layout, len(ranks), search.width(kind)
+    operand_count, before_count = 3 if layout.direct else 5, 0 if before is None else 5
+    offsets = min(search.sample, layout.offsets) if over_sample(kind) else layout.offsets
     splits = min(search.splits, offsets)
+    tallies = [_tally(search, r, width) for width in (w, width_after)]
 
     def program(*refs):
         operand_refs, refs = refs[:operand_count], refs[operand_count:]
@@ -203,12 +143,17 @@ def _pass(search, ranks, kind, sampled, with_ends):
             counts, ends = count_below(distances, walk, brackets, thresholds, with_ends, how)
             copy = (i + split) % counts_ref.shape[0]
             for q, found in enumerate(counts):
-                for limb, part in enumerate(limbs_of(search, found)):
-                    at = (copy, 0 * i + q, 0 * i + limb, pl.ds(0 * i, w))
-                    plt.atomic_add(counts_ref, at, part)
+
+                def add(q=q, found=found):
+                    for limb, part in enumerate(limbs_of(search, found)):
+                        at = (copy, 0 * i + q, 0 * i + limb, pl.ds(0 * i, w))
+                        plt.atomic_add(counts_ref, at, part)
+
+                # Most programs have nothing inside a narrow bracket.
+                pl.when(jnp.max(found) > 0)(add) if how == BY_VALUE else add()
             for k, end in enumerate(ends):
 
-                @pl.when(end > 0)  # most programs have nothing inside a narrow bracket
+                @pl.when(end > 0)
                 def _(k=k, end=end):
                     plt.atomic_max(ends_ref, (copy, 0 * i + k), end)
 
@@ -217,17 +162,17 @@ def _pass(search, ranks, kind, sampled, with_ends):
 
             # With one tile each, the last offset of an even number leaves half of the programs none.
             going = any_open(brackets) & is_pair_of_blocks(layout, i, split)
-            by_value = search.few > 0 and kind == "next" and not sampled
-            few = few_inside(search, brackets) if by_value else False
+            values = by_value(search, kind, brackets)
 
             def either(going, direct):
-                by_threshold = ONE_BY_ONE if search.one_by_one else AT_ONCE
                 arguments = common, brackets, thresholds, direct
-                if not by_value:
-                    pl.when(going)(lambda: count(*arguments, by_threshold))
-                else:
-                    pl.when(going & ~few)(lambda: count(*arguments, by_threshold))
-                    pl.when(going & few)(lambda: count(*arguments, BY_VALUE))
+                if values is not True:
+                    by_threshold = ONE_BY_ONE if search.one_by_one else AT_ONCE
+                    where = going if values is False else going & ~values
+                    pl.when(where)(lambda: count(*arguments, by_threshold))
+                if values is not False:
+                    where = going if values is True else going & values
+                    pl.when(where)(lambda: count(*arguments, BY_VALUE))
 
             if layout.direct:
                 either(going, True)
@@ -242,8 +187,8 @@ def _pass(search, ranks, kind, sampled, with_ends):
                     at = tuple(0 * i + k for k in index)
                     ref[(*at, pl.ds(0, ref.shape[-1]))] = jnp.zeros(ref.shape[-1:], ref.dtype)
 
-        if kind == "start":
-            work(*begin(search, ranks, sampled, operand_refs, 0 * i))
+        if before is None:
+            work(*begin(search, ranks, kind, operand_refs, 0 * i))
             return
         # All loads first, so that they are under way together.
         common, brackets = load(search, before_refs, r)
@@ -252,21 +197,21 @@ def _pass(search, ranks, kind, sampled, with_ends):
 
         @pl.when(going)
         def _():
-            work(*step(search, ranks, kind, sampled, common, brackets, seen))
+            work(*step(search, ranks, kind, before, common, brackets, seen))
 
         @pl.when(~going)
         def _():
             store(state_out, writes, common, brackets, ())
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(FIELDS,), (r, FIELDS), (r, w)]]
-    name = program.__name__ = f"svgd_rank_{kind}" + ("_sample" if sampled else "")
+    name = program.__name__ = f"svgd_rank_{kind}"
     first = operand_count + before_count
     return pl.pallas_call(
         program,
         grid=(layout.blocks, splits),
         in_specs=[pl.BlockSpec()] * (first + 2),
         out_specs=[pl.BlockSpec()] * 7,
-        out_shape=shapes + _tally(search, r) * 2,
+        out_shape=shapes + tallies[0] + tallies[1],
         input_output_aliases={first: 3, first + 1: 4},
         compiler_params=plt.CompilerParams(num_warps=layout.warps, num_stages=search.stages),
         interpret=layout.interpret,
@@ -274,14 +219,14 @@ def _pass(search, ranks, kind, sampled, with_ends):
     )
 
 
-def _finish(search, ranks, before):
-    """Values and keys, in one program."""
+def _finish(search, ranks, last, before):
+    """Values and keys after a pass of the kind `last`, in one program."""
     r = len(ranks)
 
     def program(*refs):
         before_refs, (values_ref, keys_ref) = refs[:5], refs[5:]
         common, brackets = load(search, before_refs, r)
-        found = tightened(search, ranks, False, brackets, counted(search, before_refs, r))
+        found = tightened(search, ranks, last, brackets, counted(search, before_refs, r))
         unit = power(254 - common[FIELD])  # the reciprocal of the scale
         for q, bracket in enumerate(found):
             keys_ref[q] = bracket.high

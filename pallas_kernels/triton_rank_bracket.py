@@ -34,10 +34,14 @@ def from_u(u):
     return number(jnp.where(u > 0, u + (LEAST - 1), 0))
 
 
-def passes(thresholds):
-    """How many passes always suffice, the first of them free to guess."""
-    b = thresholds.bit_length() - 1
-    return 1 + -(-RANGE_BITS // b)
+def power_of_two(count):
+    """b of count = 2^b."""
+    return count.bit_length() - 1
+
+
+def passes(thresholds, bits_after=0):
+    """How many passes suffice before those that take `bits_after` bits, the first one free to guess."""
+    return 1 + -(-(RANGE_BITS - bits_after) // power_of_two(thresholds))
 
 
 def limbs(value):
@@ -70,6 +74,15 @@ class Bracket:
 
     def open(self):
         return self.high - self.low > 1
+
+    def with_below(self, counts, condition):
+        """Counts of what lies inside, with what lies below added where the condition holds."""
+        high, low = counts
+        low = low + jnp.where(condition, self.below_low, 0)
+        if not self.two_limbs:
+            return high, low
+        high = high + jnp.where(condition, self.below_high, 0) + (low >> LIMB)
+        return high, low & ((1 << LIMB) - 1)
 
     def tighten(self, rank, thresholds, counts, ends):
         """The bracket after a pass.
@@ -118,15 +131,24 @@ class Bracket:
         wanted_high, wanted_low = limbs(count) if self.two_limbs else (0, count)
         return (high == wanted_high) & (low == wanted_low)
 
-    def thresholds(self, rank, count, passes_left, sampled=None):
+    def steps(self, count):
+        """(count,) thresholds at even steps."""
+        b, j = power_of_two(count), jnp.arange(count)
+        width = self.high - self.low
+        steps = self.low + (width >> b) * j + (((width & (count - 1)) * j) >> b)
+        return jnp.clip(steps, *self._within())
+
+    def _within(self):
+        return self.low + 1, jnp.maximum(self.high - 1, self.low + 1)
+
+    def thresholds(self, rank, count, bits_left, sampled=None):
         """Thresholds of the next pass, (count,).
 
         Args:
-          rank: static. count: a power of two. passes_left: after the next one.
+          rank: static. count: a power of two. bits_left: those that the passes after it take off a bracket.
           sampled: None, or how many numbers a sample held of which this is the bracket and `rank` the rank:
             then the thresholds are for all numbers, and may lie outside.
         """
-        b = count.bit_length() - 1
         j = jnp.arange(count)
         width = self.high - self.low
         inside = jnp.maximum(self.inside(), 1.0)
@@ -147,12 +169,11 @@ class Bracket:
         guess = jnp.where(step_by_step, centre + (j - count // 2), guess)
         if sampled is not None:
             return jnp.clip(guess, 0, TOP - 1)
-        lowest, highest = self.low + 1, jnp.maximum(self.high - 1, self.low + 1)
+        lowest, highest = self._within()
         # Ties gather at the ends.
         guess = jnp.where(j == 0, lowest, jnp.where(j == count - 1, highest, guess))
-        even = (width > (1 << jnp.minimum(b * passes_left, RANGE_BITS))) | (width <= count)
-        steps = self.low + (width >> b) * j + (((width & (count - 1)) * j) >> b)
-        return jnp.clip(jnp.where(even, steps, guess), lowest, highest)
+        even = (width > (1 << jnp.minimum(bits_left, RANGE_BITS))) | (width <= count)
+        return jnp.where(even, self.steps(count), jnp.clip(guess, lowest, highest))
 
     def inside(self):
         """How many numbers lie in it, rounded to float32."""

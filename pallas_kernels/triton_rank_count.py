@@ -17,7 +17,8 @@ def count_below(distances, walk, brackets, thresholds, with_ends, how):
 
     Args:
       distances: `Distances`. walk: (block, first offset, stride, offsets).
-      thresholds: (W,) int32 a rank. how: a tile is counted, ONE_BY_ONE, AT_ONCE or BY_VALUE.
+      thresholds: (W,) int32 a rank. how: a tile is counted, ONE_BY_ONE, AT_ONCE or BY_VALUE, which
+        leaves out what lies below the brackets.
     """
     layout = distances.layout
     i, split, splits, offsets = walk
@@ -150,14 +151,15 @@ class _AllAtOnce:
 
 
 class _ByValue:
-    """Counts a tile value by value of those inside the brackets: inside narrow ones most tiles have none.
-    Where particles come in order of their clusters one tile may have many: it is counted as any other.
+    """Counts what lies inside the brackets, value by value: inside narrow ones most tiles have nothing.
+    Where particles come in order of their clusters one tile may have much: it is counted by threshold.
     """
 
     def __init__(self, layout, axis, brackets, thresholds):
         self.axis, self.thresholds = axis, thresholds
         self.edges = _edges(brackets)
         self.by_threshold = _OneByOne(layout, axis, thresholds, unroll=1)
+        self.many = max(MANY_VALUES, thresholds[0].shape[0] // 2)
 
     def zeros(self):
         return self.by_threshold.zeros()
@@ -168,30 +170,35 @@ class _ByValue:
                 jnp.int32
             )
 
+        def least(condition):
+            return jnp.min(jnp.min(jnp.where(condition, distance, FAR), axis=self.axis))
+
         def by_value(counts):
             added = []
-            for values, low, high, found, below in zip(
-                self.thresholds, *self.edges, counts, belows, strict=True
-            ):
+            for values, low, high, found in zip(self.thresholds, *self.edges, counts, strict=True):
 
                 def take(state, values=values):
                     value, found = state
                     ties = number_of(distance == value)
-                    found += jnp.where(values >= to_u(value), ties, 0)
-                    return self._least(distance, distance > value), found
+                    return least(distance > value), found + jnp.where(
+                        values >= to_u(value), ties, 0
+                    )
 
-                first = self._least(distance, distance >= low), found + below
+                first = least(distance >= low), found
                 inside = lambda state, high=high: state[0] < high
                 added.append(lax.while_loop(inside, take, first)[1])
             return added
 
-        belows = [number_of(distance < low) for low in self.edges[0]]
-        inside = sum(number_of(distance < high) for high in self.edges[1]) - sum(belows)
-        by_threshold = lambda counts: self.by_threshold.add(distance, counts)
-        return lax.cond(inside > MANY_VALUES, by_threshold, by_value, counts)
+        def by_threshold(counts):
+            below = [number_of(distance < low) for low in self.edges[0]]
+            counts = [found - less for found, less in zip(counts, below, strict=True)]
+            return self.by_threshold.add(distance, counts)
 
-    def _least(self, distance, condition):
-        return jnp.min(jnp.min(jnp.where(condition, distance, FAR), axis=self.axis))
+        inside = sum(
+            number_of((low <= distance) & (distance < high))
+            for low, high in zip(*self.edges, strict=True)
+        )
+        return lax.cond(inside > self.many, by_threshold, by_value, counts)
 
     def totals(self, counts):
         return counts

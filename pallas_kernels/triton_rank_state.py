@@ -1,7 +1,7 @@
 """The state of a rank search between launches: read, moved on and written by every program of a launch.
 
 `common` is a list of integers at the places below; beside it a `Bracket` and W thresholds a rank.
-`search` is a `triton_rank.Search`.
+`search` is a `triton_rank_plan.Search`.
 """
 
 import functools
@@ -11,17 +11,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import triton_tiles as tiles
-from pallas_kernels.triton_rank_bracket import LIMB, NONE, Bracket, first_thresholds, to_u
+from pallas_kernels.triton_rank_bracket import (
+    LIMB,
+    NONE,
+    RANGE_BITS,
+    Bracket,
+    first_thresholds,
+    to_u,
+)
+from pallas_kernels.triton_rank_plan import DIGITS, over_sample
 from pallas_kernels.triton_rank_tiles import COARSE, INFINITE, power, scale_field
 
 LAUNCH, DIRECT, FIELD, FINITE, COARSE_U = range(5)
 FIELDS = 8  # of a bracket, and of what all brackets share: powers of two
-DIGITS = 12  # bits of a count in each of its counters
 
 
-def begin(search, ranks, sampled, operand_refs, zero):
+def begin(search, ranks, kind, operand_refs, zero):
     """common, brackets and thresholds from what `prepare` found."""
-    layout, w = search.layout, search.thresholds
+    layout, w, sampled = search.layout, search.thresholds, over_sample(kind)
     _, extents_ref, moments_ref = operand_refs[:3]
     padded = tiles.next_power_of_two(layout.blocks)
     every = pl.ds(zero, padded)
@@ -53,31 +60,40 @@ def begin(search, ranks, sampled, operand_refs, zero):
     return common, brackets, thresholds
 
 
-def step(search, ranks, kind, sampled, common, brackets, seen):
-    """common, brackets and thresholds after the launch before this one."""
-    layout, w = search.layout, search.thresholds
-    over_sample = sampled or kind == "turn"
-    brackets = tightened(search, ranks, over_sample, brackets, seen)
+def by_value(search, kind, brackets):
+    """Whether a pass counts value by value what lies inside the brackets: True, False or traced."""
+    if kind != "next" or not search.few:
+        return kind == "rescue"
+    return sum(bracket.inside() for bracket in brackets) <= float(search.few)
+
+
+def step(search, ranks, kind, before, common, brackets, seen):
+    """common, brackets and thresholds after the launch before this one, of the kind `before`."""
+    layout, w = search.layout, search.width(kind)
+    brackets = tightened(search, ranks, before, brackets, seen)
     launch, direct, field, finite, coarse = common
     whole = Bracket.whole(search.two_limbs, search.total, 0 * launch)
-    if not (over_sample or layout.direct):
+    if not (over_sample(before) or layout.direct):
         small = brackets[0].high <= coarse
         for bracket in brackets[1:]:
             small |= bracket.high <= coarse
         again = small & (direct == 0)
         direct = jnp.where(again, 1, direct)
         brackets = [whole.where(again, bracket) for bracket in brackets]
-    full_passes_left = search.passes - (launch + 2) + (2 if search.sample else 0)
+    over_all = launch + 2 - (2 if search.sample else 0)  # passes, with the next one
     thresholds = []
     for rank, bracket in zip(ranks, brackets, strict=True):
         if kind == "turn":
-            found = bracket.thresholds(_sample_rank(search, rank), w, 30, search.sampled)
+            wanted = _sample_rank(search, rank)
+            found = bracket.thresholds(wanted, w, RANGE_BITS, search.sampled)
             if not layout.direct:
                 found = jnp.where(jnp.arange(w) == 0, coarse, found)
-        elif sampled:
-            found = bracket.thresholds(_sample_rank(search, rank), w, 30)
+        elif over_sample(kind):
+            found = bracket.thresholds(_sample_rank(search, rank), w, RANGE_BITS)
+        elif kind == "rescue":
+            found = bracket.steps(w)
         else:
-            found = bracket.thresholds(rank, w, full_passes_left)
+            found = bracket.thresholds(rank, w, search.bits_left(over_all))
         thresholds.append(found)
     if kind == "turn":
         brackets = [whole] * len(ranks)
@@ -101,7 +117,7 @@ def counted(search, before_refs, r):
     """(thresholds, counts, ends) of each rank in the launch before this one, as `Bracket.tighten`
     takes them."""
     thresholds_ref, counts_ref, ends_ref = before_refs[2:]
-    every = pl.ds(0, search.thresholds)
+    every = pl.ds(0, thresholds_ref.shape[-1])
     copies = range(counts_ref.shape[0])
     found = []
     for q in range(r):
@@ -127,11 +143,16 @@ def counted(search, before_refs, r):
     return found
 
 
-def tightened(search, ranks, over_sample, brackets, seen):
-    return [
-        bracket.tighten(_sample_rank(search, rank) if over_sample else rank, *one)
-        for rank, bracket, one in zip(ranks, brackets, seen, strict=True)
-    ]
+def tightened(search, ranks, before, brackets, seen):
+    """The brackets after a pass of the kind `before`."""
+    inside_alone = by_value(search, before, brackets)
+    found = []
+    for rank, bracket, (thresholds, counts, ends) in zip(ranks, brackets, seen, strict=True):
+        if inside_alone is not False:
+            counts = bracket.with_below(counts, inside_alone)
+        wanted = _sample_rank(search, rank) if over_sample(before) else rank
+        found.append(bracket.tighten(wanted, thresholds, counts, ends))
+    return found
 
 
 def any_open(brackets):
@@ -139,11 +160,6 @@ def any_open(brackets):
     for bracket in brackets[1:]:
         found |= bracket.open()
     return found
-
-
-def few_inside(search, brackets):
-    """Whether so few distances lie inside that most tiles have none."""
-    return sum(bracket.inside() for bracket in brackets) <= float(search.few)
 
 
 def load(search, before_refs, r):

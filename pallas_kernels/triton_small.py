@@ -37,27 +37,24 @@ def forward(
     kernel,
     precision,
     limit,
-    base=None,
-    step=None,
     interpret=False,
     choice=None,
 ):
-    """The direction at the queries, or base + step * direction, and whether particles are far.
+    """The direction at the queries in parts to be added, and whether particles are far.
 
     Args:
       q: (M, d) float32 raw queries. x, s: (N, d) float32 raw particles and scores.
       scale, c: (d,) float32, 1/sqrt(h) and repulsion/sqrt(h).
       kernel: "rbf" or "imq". precision: "highest", "high" or "default".
       limit: |z|^2/2 beyond which particles are far.
-      base: (M, d) float32 or None. step: float32 scalar or array (M, d), or None; both or neither.
 
     d is at most 256; more particles than a few thousand are better served by `triton_forward`.
 
     Returns:
-      (M, d) float32, and int32 flags, one a program: not 0 where it met a particle beyond the limit.
+      (P, M, d) float32, whose sum over the first axis is the direction, and int32 flags, one a program:
+      not 0 where it met a particle beyond the limit. `triton_apart.assemble` goes on from here.
     """
-    phi, flags = _direction(kernel, precision, limit, interpret, choice)(q, x, s, scale, c)
-    return phi if base is None else base + step * phi, flags
+    return _direction(kernel, precision, limit, interpret, choice)(q, x, s, scale, c)
 
 
 @functools.cache
@@ -66,7 +63,7 @@ def _direction(*options):
 
 
 def _batched(options, *arrays):
-    """Arrays with a leading axis of problems to (B, M, d) and flags (B, programs)."""
+    """Arrays with a leading axis of problems to parts (B, P, M, d) and flags (B, programs)."""
     kernel, precision, limit, interpret, choice = options
     batch, m, d = arrays[0].shape
     n = arrays[1].shape[1]
@@ -95,8 +92,7 @@ def _batched(options, *arrays):
         name=name,
     )
     parts, flags = jax.vmap(call)(*arrays)
-    phi = parts[:, 0] if splits == 1 else jnp.sum(parts, axis=1)
-    return phi, flags.reshape(batch, -1)
+    return parts, flags.reshape(batch, -1)
 
 
 def _program(

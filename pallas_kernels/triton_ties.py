@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import triton_tiles as tiles
-from pallas_kernels.triton_rank import plan
 from pallas_kernels.triton_rank_bracket import NONE, to_u
+from pallas_kernels.triton_rank_plan import plan
 from pallas_kernels.triton_rank_state import DIRECT, FIELD
 from pallas_kernels.triton_rank_tiles import (
     FAR,

@@ -57,6 +57,26 @@ def test_forward_takes_differences_where_the_flag_says_so(kernel, n, m, d):
     )
 
 
+@pytest.mark.parametrize(("parts", "m", "d"), [(1, 21, 11), (5, 37, 3), (16, 70, 130)])
+def test_parts_are_added_where_the_flag_is_not_set(parts, m, d):
+    q, x, s, scale, c, _ = problem(43, d, m, offset=1e4)
+    near = np.random.default_rng(0).normal(size=(parts, m, d)).astype(np.float32)
+    assemble = functools.partial(triton_apart.assemble, kernel="rbf", **options)
+    base = {"base": q, "step": np.float32(0.3)}
+    phi = dense("rbf", q, x, s, scale, c)
+    for far, expected in ((np.int32([0, 0]), wide(near).sum(axis=0)), (np.int32([0, 1]), phi)):
+        given = near, far, q, x, s, scale, c
+        assert relative_error(assemble(*given), expected) < 2e-6
+        moved = wide(q) + np.float32(0.3) * expected
+        assert relative_error(assemble(*given, **base), moved) < 2e-6
+    # Under vmap each problem has its own flags.
+    both = jax.vmap(assemble, (0, 0, *[None] * 5))(
+        np.stack([near, near]), np.int32([[0, 0], [0, 1]]), q, x, s, scale, c
+    )
+    assert relative_error(both[0], wide(near).sum(axis=0)) < 2e-6
+    assert relative_error(both[1], phi) < 2e-6
+
+
 @every_kernel
 @pytest.mark.parametrize(("n", "d"), [(37, 11), (1, 3), (29, 70)])
 def test_backward_takes_differences_where_the_flag_says_so(kernel, n, d):
@@ -113,8 +133,8 @@ def test_few_particles_in_one_launch(kernel, precision, limit, n, m, d):
             triton_small.forward, kernel=kernel, precision=precision, limit=1000.0, **options
         )
     )
-    phi, far = forward(q, x, s, scale, c)
-    assert relative_error(phi, dense(kernel, q, x, s, scale, c)) < limit
+    parts, far = forward(q, x, s, scale, c)
+    assert relative_error(parts.sum(axis=0), dense(kernel, q, x, s, scale, c)) < limit
     assert not far.any()
     outlier = x.copy()
     outlier[n // 2] += 1e4  # seen wherever it stands, unless it is its own centre

@@ -9,7 +9,13 @@ import pytest
 from jax import lax
 
 from jsvgd import compiled_statistic, median_bandwidth
-from pallas_kernels import triton_rank, triton_rank_bracket, triton_rank_state, triton_ties
+from pallas_kernels import (
+    triton_rank,
+    triton_rank_bracket,
+    triton_rank_plan,
+    triton_rank_state,
+    triton_ties,
+)
 from pallas_kernels.triton_rank_bracket import NONE, TOP, Bracket
 from pallas_kernels.triton_rank_state import DIRECT, LAUNCH
 from tests.problems import relative_error, wide
@@ -41,10 +47,10 @@ def cloud(kind, n, d, seed=0, scale=1.0):
 
 def small_search(n, d, *, sample=0, splits=2, **options):
     """Few thresholds compile sooner under the interpreter."""
-    layout = triton_rank.plan(n, d, not ON_GPU).layout
+    layout = triton_rank_plan.plan(n, d, not ON_GPU).layout
     options = {"thresholds": 8, "one_by_one": True, **options}
     splits, sample = min(splits, layout.offsets), min(sample, layout.offsets)
-    return triton_rank.Search(layout, sample=sample, splits=splits, **options)
+    return triton_rank_plan.Search(layout, sample=sample, splits=splits, **options)
 
 
 @functools.cache
@@ -111,6 +117,7 @@ def check(x, ranks, search):
         ((2, 1), {}),
         ((33, 3), {}),
         ((33, 4), {"few": 40}),
+        ((40, 3), {"rescue": 256}),
         ((96, 2), {"splits": 1}),  # a whole tile between two others
         ((33, 70), {}),  # two chunks of dimensions
         ((70, 12), {"ends": 99, "one_by_one": False}),
@@ -141,20 +148,21 @@ def test_extreme_ranks():
 
 def test_plans_of_every_size_cover_every_pair():
     for n in (2, 31, 33, 64, 1000, 2048, 2049, 8193, 20_000, 1 << 20):
-        search = triton_rank.plan(n, 20)
+        search = triton_rank_plan.plan(n, 20)
         layout = search.layout
         assert layout.pairs_within(layout.offsets) == search.total == n * (n - 1) // 2
         assert 1 <= search.splits <= layout.offsets
         assert search.two_limbs == (n > 65536)
-        # Even steps alone finish after the first pass.
-        assert search.thresholds.bit_length() - 1 >= triton_rank_bracket.RANGE_BITS / (
-            search.passes - 1
-        )
+        # Even steps alone finish after the first pass over everything.
+        over_all = [kind for kind in search.kinds if not triton_rank_plan.over_sample(kind)]
+        bits = [search.width(kind).bit_length() - 1 for kind in over_all]
+        assert sum(bits[1:]) == search.bits_left(1) >= triton_rank_bracket.RANGE_BITS
 
 
+@pytest.mark.parametrize("rescue", [0, 256])
 @pytest.mark.parametrize("many", [1, 2**31])
 @pytest.mark.parametrize("numbers", ["even", "geometric", "one", "dense"])
-def test_brackets_close_in_the_passes_there_are(numbers, many):
+def test_brackets_close_in_the_passes_there_are(numbers, many, rescue):
     """Each number stands for `many`, so counts beyond 2^31 are exact; no ends are reported."""
     u = {
         "even": np.linspace(0, TOP - 1, 400).astype(np.int64),
@@ -162,8 +170,7 @@ def test_brackets_close_in_the_passes_there_are(numbers, many):
         "one": np.full(400, 123_456_789),
         "dense": 900_000_000 + np.arange(400) // 3,
     }[numbers]
-    w = 8
-    passes = triton_rank_bracket.passes(w)
+    search = small_search(20, 3, rescue=rescue)
     two_limbs = many * len(u) >= 1 << 31
 
     def limbs(count):
@@ -172,12 +179,17 @@ def test_brackets_close_in_the_passes_there_are(numbers, many):
 
     for rank in (1, many * len(u) // 2 + (many > 1), many * len(u)):
         bracket = Bracket.whole(two_limbs, many * len(u), jnp.int32(0))
-        thresholds = jnp.zeros(w, jnp.int32)  # a first guess that helps nothing
-        for done in range(1, passes + 1):
-            counts = limbs(many * np.searchsorted(u, np.asarray(thresholds), side="right"))
+        thresholds = jnp.zeros(8, jnp.int32)  # a first guess that helps nothing
+        for done, kind in enumerate(search.kinds, 1):
+            w = search.width(kind)
+            if kind == "next":
+                thresholds = bracket.thresholds(rank, w, search.bits_left(done))
+            elif kind == "rescue":
+                thresholds = bracket.steps(w)
+            below = np.searchsorted(u, int(bracket.low), side="right") if kind == "rescue" else 0
+            found = np.searchsorted(u, np.asarray(thresholds), side="right") - below
+            counts = bracket.with_below(limbs(many * found), kind == "rescue")
             bracket = bracket.tighten(rank, thresholds, counts, None)
-            if done < passes:
-                thresholds = bracket.thresholds(rank, w, passes - done - 1)
         assert not bracket.open()
         assert bracket.high == u[(rank - 1) // many]
 
@@ -198,7 +210,7 @@ class Ref:
 
 @pytest.mark.parametrize("n", [1000, 6000, 70_000, 1 << 20])
 def test_counts_of_many_programs_add_up_exactly(n):
-    search = triton_rank.plan(n, 20)
+    search = triton_rank_plan.plan(n, 20)
     w, programs = search.thresholds, 4 * triton_rank.COPIES
     rng = np.random.default_rng(0)
     largest = min(search.total // programs, 2**31 - 1)
@@ -374,8 +386,8 @@ def test_choice(monkeypatch):
 def test_lowers_without_a_loop_or_a_condition(n, d):
     """XLA runs loops and conditionals from the host, which waits for the device each time."""
     device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
-    search = triton_rank.plan(n, d)
-    launches = search.passes + (2 if search.sample else 0)
+    search = triton_rank_plan.plan(n, d)
+    launches = len(search.kinds)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         for batch in ((), (3,)):
             function = jax.value_and_grad(bandwidth("triton"))

@@ -1,0 +1,107 @@
+"""The static choices of a search for order statistics: its launches, and how each counts.
+
+A guessing pass has W thresholds around the place where the wanted distance is thought to be; two or three
+do, mostly. Since XLA cannot end a search early without the host, all the launches that the worst case
+takes are always there, and return at once when nothing is left to do. With few particles launches are
+what a search costs: there two passes to the rescue, with many thresholds at even steps, stand for many.
+"""
+
+import dataclasses
+
+from pallas_kernels import triton_tiles as tiles
+from pallas_kernels.triton_rank_bracket import passes, power_of_two
+from pallas_kernels.triton_rank_tiles import Layout
+
+DIGITS = 12  # bits of a count in each of its counters
+RESCUES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Static choices. thresholds: W, of each rank and pass; sample: offsets of the sampled tiles,
+    or 0; splits: programs that share the offsets of a block."""
+
+    layout: Layout
+    thresholds: int
+    sample: int
+    splits: int
+    ends: int = (
+        1  # pass over everything, from 0, from which on one also finds the ends of a bracket
+    )
+    one_by_one: bool = (
+        False  # whether a tile is counted threshold by threshold: see triton_rank_count
+    )
+    few: int = 0  # where no more distances lie inside the brackets, tiles are counted by value
+    rescue: int = 0  # thresholds of passes at the end that count by value; 0: there are none
+    stages: int = 2
+
+    @property
+    def kinds(self):
+        """Of each launch: see `_pass`."""
+        kinds = (
+            ["start"]
+            + ["next"] * (self.guessing - 1)
+            + ["rescue"] * (RESCUES if self.rescue else 0)
+        )
+        return ["start_sample", "next_sample", "turn", *kinds[1:]] if self.sample else kinds
+
+    @property
+    def guessing(self):
+        """Passes over everything before those to the rescue."""
+        return passes(self.thresholds, self._rescue_bits)
+
+    @property
+    def _rescue_bits(self):
+        return RESCUES * power_of_two(self.rescue) if self.rescue else 0
+
+    def bits_left(self, done):
+        """Bits that even steps take off a bracket after `done` of the guessing passes."""
+        return power_of_two(self.thresholds) * (self.guessing - done) + self._rescue_bits
+
+    def width(self, kind):
+        """Thresholds of a pass."""
+        return self.rescue if kind == "rescue" else self.thresholds
+
+    @property
+    def limbs(self):
+        """Float32 counters a count is cut into: no sum in one of them passes 2^24."""
+        return 1 if self.total < 1 << 24 else 2 if self.total < 1 << (24 + DIGITS) else 3
+
+    @property
+    def two_limbs(self):
+        return self.total >= 1 << 31
+
+    @property
+    def total(self):
+        return self.layout.n * (self.layout.n - 1) // 2
+
+    @property
+    def sampled(self):
+        return self.layout.pairs_within(self.sample)
+
+
+def over_sample(kind):
+    """Whether a pass of this kind visits the sampled tiles alone."""
+    return kind.endswith("_sample")
+
+
+def plan(n, d, interpret=False):
+    """The static choices for n particles in d dimensions.
+
+    Few particles: a launch and its code cost more than its compares. Many: as many programs as run at
+    once, since each makes the thresholds anew.
+    """
+    if n <= 1024:
+        size, warps, thresholds, sample, programs, ends, rescue = 32, 1, 32, 0, 5, 1, 1024
+    elif n <= 2048:
+        size, warps, thresholds, sample, programs, ends, rescue = 64, 4, 16, 0, 2, 1, 0
+    elif n <= 8192:
+        size, warps, thresholds, sample, programs, ends, rescue = 64, 4, 16, 4, 2, 1, 0
+    else:
+        size, warps, thresholds, sample, programs, ends, rescue = 128, 8, 16, 2, 1, 2, 0
+    layout = Layout(n, d, size, warps, interpret)
+    splits = min(layout.offsets, max(1, programs * tiles.MULTIPROCESSORS // layout.blocks))
+    few = 0 if rescue else 2 * layout.blocks * layout.offsets
+    if interpret:  # which compiles every compare, and every branch, anew
+        thresholds, few = 8, 0
+    return Search(layout, thresholds, sample, splits, ends, n <= 1024, few, rescue)
