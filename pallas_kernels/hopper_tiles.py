@@ -6,8 +6,10 @@ Measured on one H200 (JAX 0.11.2) by ``python -m experiments.check_hopper --only
     N = 16384, d = 64    3 warpgroups, 3 parts 0.359; 2 warpgroups 0.404
     N = 16384, d = 128   2 warpgroups, 64 keys, 2 stages 0.736; 128 keys, 1 stage 0.90
                          (with two chunks' sums in flight 0.792, and 0.693 with K cut by integers)
-    N = 16384, d = 256   1 warpgroup, 32 keys, 1 or 2 stages 2.69; 64 keys 3.8 (spills);
-                         2 warpgroups, 32 keys, 1 stage 3.6 to 3.9 (168 registers, spills)
+    N = 16384, d = 256   1 warpgroup, 32 keys, 2 stages: fresh sums 2.70; runs of 4 steps 2.73, 8 2.30,
+                         16 2.11, 32 1.99, 64 1.94 (errors 7e-6, then 7e-6 to 1.9e-5); 1 stage 2.31 at 16;
+                         64 keys 3.8 (spills); 2 warpgroups 3.6 to 3.9 (168 registers, spills)
+    N = 16384, d = 190   1 warpgroup: 32 keys, fresh sums 1.55; 64 keys, 1 stage, runs of 8 1.45, 16 1.35
     N = 65536, d = 4     3 warpgroups, 3 parts 2.82; K cut by integers 1.95; 1 part 3.20
     N = 4096, d = 64     1 warpgroup, 2 parts 0.060 to 0.063; 3 warpgroups, 6 parts 0.059
     N = 1024, d = 32     1 warpgroup, 8 parts 0.022; 4 parts 0.026
@@ -64,7 +66,8 @@ class ForwardTiles:
       splits: parts of the keys, each summed by blocks of its own and added outside.
       cut_bits: whether K is halved by integer instructions instead of conversions.
       run: steps that one accumulator sums before it is added to the result in global memory; 0: every
-        step has a fresh one, added to sums in registers, for which many dimensions leave no room.
+        step has a fresh one, added to sums in registers, for which many dimensions leave no room. With
+        one warpgroup alone: with several, results changed from run to run, for a reason not found.
     """
 
     block_q: int = 64
@@ -74,6 +77,10 @@ class ForwardTiles:
     splits: int = 1
     cut_bits: bool = False
     run: int = 0
+
+    def __post_init__(self):
+        if self.run and self.warpgroups != 1:
+            raise ValueError(f"run={self.run} needs one warpgroup, got {self.warpgroups}")
 
     def shared_memory(self, layout: Layout) -> int:
         """Bytes of shared memory of one block."""
