@@ -46,12 +46,10 @@ def _by_rows(implementation, raw, step_size, kernel, precision):
     # Where queries are the particles, the same object: the kernels share its operands.
     arrays = (raw.particles if raw.queries is None else raw.queries, *raw[1:])
     options = {"kernel": name, **interpreted}
-    apart = _kernels("triton_apart")
     if is_small(implementation, raw):
-        parts, far = _kernels("triton_small").forward(
-            *arrays, precision=precision, limit=FAR, **options
+        return _kernels("triton_small").forward(
+            *arrays, precision=precision, limit=FAR, base=base, step=step_size, **options
         )
-        return apart.assemble(parts, far, *arrays, base=base, step=step_size, **options)
     near = standardise(raw)
     phi = _kernels(f"{_family(implementation)}_forward").forward(
         near.particles if near.queries is None else near.queries,
@@ -62,7 +60,7 @@ def _by_rows(implementation, raw, step_size, kernel, precision):
         **options,
     )
     far = is_beyond(FAR, near)
-    return apart.forward(phi, far, *arrays, base=base, step=step_size, **options)
+    return _kernels("triton_apart").forward(phi, far, *arrays, base=base, step=step_size, **options)
 
 
 def _by_weights(implementation, raw, step_size, kernel, precision):

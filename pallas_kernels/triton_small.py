@@ -1,4 +1,4 @@
-"""Few particles: the direction from raw arrays in one launch.
+"""Few particles: the direction from raw arrays in two launches.
 
 With up to a couple of thousand particles the pairs cost microseconds, as much as the launch of a kernel that
 centres, scales, splits or sums something. So a program does all of that to the tiles it reads: it centres
@@ -6,7 +6,8 @@ on the mean of the first particles, scales, takes norms, splits, and forms
 
     rbf  K (s - c z) + rowsum(K) c z_i;    imq  K s - W (c z) + rowsum(W) c z_i
 
-over its share of the particles, as the larger kernels of `triton_forward` do with operands prepared once.
+over its share of the particles, as the larger kernels of `triton_forward` do with operands prepared once. A
+second launch adds the shares, or takes differences where particles are far (`triton_apart`).
 """
 
 import functools
@@ -18,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels import triton_apart
 from pallas_kernels import triton_pairs as pairs
 from pallas_kernels import triton_tiles as tiles
 from pallas_kernels.stacks import over_stacks
@@ -37,24 +39,27 @@ def forward(
     kernel,
     precision,
     limit,
+    base=None,
+    step=None,
     interpret=False,
     choice=None,
 ):
-    """The direction at the queries in parts to be added, and whether particles are far.
+    """The direction at the queries, or base + step * direction; by differences where particles are far.
 
     Args:
       q: (M, d) float32 raw queries. x, s: (N, d) float32 raw particles and scores.
       scale, c: (d,) float32, 1/sqrt(h) and repulsion/sqrt(h).
       kernel: "rbf" or "imq". precision: "highest", "high" or "default".
       limit: |z|^2/2 beyond which particles are far.
+      base: (M, d) float32 or None. step: float32 scalar or None; both or neither.
 
     d is at most 256; more particles than a few thousand are better served by `triton_forward`.
 
     Returns:
-      (P, M, d) float32, whose sum over the first axis is the direction, and int32 flags, one a program:
-      not 0 where it met a particle beyond the limit. `triton_apart.assemble` goes on from here.
+      (M, d) float32.
     """
-    return _direction(kernel, precision, limit, interpret, choice)(q, x, s, scale, c)
+    more = () if base is None else (base, jnp.asarray(step, jnp.float32))
+    return _direction(kernel, precision, limit, interpret, choice)(q, x, s, scale, c, *more)
 
 
 @functools.cache
@@ -63,7 +68,21 @@ def _direction(*options):
 
 
 def _batched(options, *arrays):
-    """Arrays with a leading axis of problems to parts (B, P, M, d) and flags (B, programs)."""
+    """Arrays with a leading axis of problems to results (B, M, d)."""
+    kernel, _, _, interpret, _ = options
+    parts, far = _parts(options, *arrays[:5])
+
+    def assemble(parts, far, q, x, s, scale, c, base=None, step=None):
+        given = parts, far, q, x, s, scale, c
+        options = {"kernel": kernel, "base": base, "step": step, "interpret": interpret}
+        return triton_apart.assemble(*given, **options)
+
+    return jax.vmap(assemble)(parts, far, *arrays)
+
+
+def _parts(options, *arrays):
+    """The directions in parts to be added (B, P, M, d), and flags (B, programs): not 0 where a program met
+    a particle beyond the limit. How many parts there are depends on the batch."""
     kernel, precision, limit, interpret, choice = options
     batch, m, d = arrays[0].shape
     n = arrays[1].shape[1]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import triton_apart, triton_gram, triton_small
+from pallas_kernels import triton_apart, triton_gram, triton_small, triton_tiles
 from tests.problems import relative_error, wide
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -125,7 +125,7 @@ def test_few_particles_in_many_dimensions_take_differences(kernel):
 @pytest.mark.parametrize(
     ("n", "m", "d"), [(37, 21, 11), (1, 1, 9), (300, None, 50), (131, 77, 129)]
 )
-def test_few_particles_in_one_launch(kernel, precision, limit, n, m, d):
+def test_few_particles_from_raw_arrays(kernel, precision, limit, n, m, d):
     q, x, s, scale, c, _ = problem(n, d, m)
     q, x = q + np.float32(100), x + np.float32(100)
     forward = jax.jit(
@@ -133,12 +133,33 @@ def test_few_particles_in_one_launch(kernel, precision, limit, n, m, d):
             triton_small.forward, kernel=kernel, precision=precision, limit=1000.0, **options
         )
     )
-    parts, far = forward(q, x, s, scale, c)
-    assert relative_error(parts.sum(axis=0), dense(kernel, q, x, s, scale, c)) < limit
-    assert not far.any()
-    outlier = x.copy()
-    outlier[n // 2] += 1e4  # seen wherever it stands, unless it is its own centre
-    assert forward(q, outlier, s, scale, c)[1].any() or n == 1
+    assert relative_error(forward(q, x, s, scale, c), dense(kernel, q, x, s, scale, c)) < limit
+    x[n // 2] += 1e4  # seen wherever it stands: differences know its own pairs
+    assert relative_error(forward(q, x, s, scale, c), dense(kernel, q, x, s, scale, c)) < 2e-6
+
+
+def test_few_particles_in_as_many_chains_as_change_the_tiles():
+    """How many parts a direction is made of depends on how many chains there are."""
+    n, d, chains = 70, 12, 64
+    assert (
+        triton_tiles.small_tiles(n, n, d, "high").splits
+        > triton_tiles.small_tiles(n, n, d, "high", chains).splits
+    )
+    _, x, s, scale, c, _ = problem(n, d)
+    x = x + 0.01 * np.arange(chains, dtype=np.float32)[:, None, None] * s
+    forward = functools.partial(
+        triton_small.forward, kernel="rbf", precision="high", limit=1000.0, **options
+    )
+    phi = jax.jit(jax.vmap(forward, (0, 0, None, None, None)))(x, x, s, scale, c)
+    moved = jax.jit(
+        jax.vmap(
+            lambda x: forward(x, x, s, scale, c, base=x, step=np.float32(0.3)),
+        )
+    )(x)
+    for k in (0, 1, chains - 1):
+        exact = dense("rbf", x[k], x[k], s, scale, c)
+        assert relative_error(phi[k], exact) < 1e-5
+        assert relative_error(moved[k], wide(x[k]) + np.float32(0.3) * exact) < 1e-5
 
 
 @every_kernel
