@@ -1,9 +1,11 @@
-"""What the benchmark of the direction shows of its rows: lines, the README's table, the roofline picture.
+"""What the benchmarks show of their rows: lines, the README's tables, the roofline picture.
 
     python -m experiments.benchmark_report experiments/results/benchmark_direction.json
+    python -m experiments.benchmark_report experiments/results/benchmark_bandwidth_gpu.json
 
-prints the table of kept results and draws the picture beside them. A row is a dictionary: work, chains, n, d,
-name, floor (milliseconds), implementation, and the figures: milliseconds, error, termwise, bytes.
+prints the tables of kept results and draws the roofline picture of the direction beside them. A row is a
+dictionary: n, d, name and the figures (milliseconds, error, termwise, bytes); those of the direction also
+have work, chains, floor (milliseconds) and implementation.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import argparse
 import json
 from pathlib import Path
 
-__all__ = ["describe", "picture", "table"]
+__all__ = ["describe", "median_table", "picture", "step_table", "table"]
 
 
 def describe(row, rows):
@@ -40,13 +42,13 @@ def describe(row, rows):
 
 
 def table(rows) -> str:
-    """Kept results as Markdown: jsvgd beside XLA, a line a shape."""
+    """Directions and gradients as Markdown: jsvgd beside XLA, a line a shape."""
     lines = [
         "| work | N, d | implementation | ms | XLA float32 | XLA TF32 "
         "| error (XLA float32, TF32) | memory (XLA) |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for ours in (row for row in rows if row["name"] == "jsvgd"):
+    for ours in (row for row in rows if row["name"] == "jsvgd" and row["work"] != "step"):
         others = {
             row["name"]: row
             for row in rows
@@ -69,6 +71,34 @@ def table(rows) -> str:
             f"| {ours['work']} | {chains}{ours['n']}, {ours['d']} | {ours['implementation']} "
             f"| {time} | {slower(ieee)} | {slower(tf32)} "
             f"| {errors[0]} ({errors[1]}, {errors[2]}) | {sizes[0]} ({sizes[1]}) |"
+        )
+    return "\n".join(lines)
+
+
+def step_table(rows) -> str:
+    """Whole steps as Markdown: jsvgd beside what else there is, as multiples of its time."""
+    return _beside(
+        [row for row in rows if row["work"] == "step"],
+        "jsvgd",
+        ("XLA with a sort", "BlackJAX", "PyTorch program"),
+    )
+
+
+def median_table(rows) -> str:
+    """Median bandwidths as Markdown: jsvgd beside its gradient and sorting, as multiples of its time."""
+    return _beside(rows, "jsvgd", ("with gradient", "sort", "xla"))
+
+
+def _beside(rows, own, others) -> str:
+    lines = [f"| N, d | ms | {' | '.join(others)} |", "|---" * (2 + len(others)) + "|"]
+    for ours in (row for row in rows if row["name"] == own):
+        same = {row["name"]: row for row in rows if (row["n"], row["d"]) == (ours["n"], ours["d"])}
+        ratios = [
+            f"{same[name]['milliseconds'] / ours['milliseconds']:.1f}x" if name in same else "-"
+            for name in others
+        ]
+        lines.append(
+            f"| {ours['n']}, {ours['d']} | {ours['milliseconds']:.3g} | {' | '.join(ratios)} |"
         )
     return "\n".join(lines)
 
@@ -104,10 +134,13 @@ def picture(rows, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="benchmark_direction.json")
+    parser.add_argument("results", type=Path, help="what a benchmark wrote")
     results = parser.parse_args().results
     rows = json.loads(results.read_text())["rows"]
-    print(table(rows))
+    if "work" not in rows[0]:
+        print(median_table(rows))
+        return
+    print(table(rows), step_table(rows), sep="\n\n")
     picture(rows, results.with_suffix(".png"))
 
 

@@ -4,16 +4,21 @@ import json
 import pathlib
 import re
 
-from experiments.benchmark_report import table
+from experiments.benchmark_report import median_table, step_table, table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_gpu_table_is_made_from_the_kept_results():
-    results = json.loads((ROOT / "experiments/results/benchmark_direction.json").read_text())
-    assert table(results["rows"]) in README
-    assert f"JAX {results['jax']}, {results['date']}" in README
+def test_the_gpu_tables_are_made_from_the_kept_results():
+    for name, tables in (
+        ("benchmark_direction", (table, step_table)),
+        ("benchmark_bandwidth_gpu", (median_table,)),
+    ):
+        results = json.loads((ROOT / f"experiments/results/{name}.json").read_text())
+        for made in tables:
+            assert made(results["rows"]) in README
+        assert f"JAX {results['jax']}, {results['date']}" in README
 
 
 def test_the_ten_line_example_runs(capsys):
