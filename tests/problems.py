@@ -1,5 +1,7 @@
 """Inputs, the float64 oracle on exactly those inputs, and the two measures of rounding error."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,22 +24,31 @@ def bandwidth_for(x):
     return np.float32(2 * d * max(variance, 1e-3) / max(np.log(n), 1.0))
 
 
+# Compiled whole, and once for all implementations that are held against it.
+_direction = jax.jit(reference.direction, static_argnames="kernel")
+
+
+@functools.partial(jax.jit, static_argnames="kernel")
+def _gradients(cotangent, inputs, kernel="rbf"):
+    def objective(inputs):
+        return jnp.sum(cotangent * reference.direction(**inputs, kernel=kernel))
+
+    return jax.grad(objective)(inputs)
+
+
 def oracle(x, s, h, **options):
     """``jsvgd.reference.direction`` in float64."""
     options = {k: wide(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
     with jax.enable_x64(True):
-        return np.asarray(reference.direction(wide(x), wide(s), wide(h), **options))
+        return np.asarray(_direction(wide(x), wide(s), wide(h), **options))
 
 
-def oracle_gradients(x, s, h, cotangent, **options):
-    """Gradients of sum(cotangent * direction) in x, s and h, in float64."""
-
-    def objective(x, s, h):
-        return jnp.sum(wide(cotangent) * reference.direction(x, s, h, **options))
-
+def oracle_gradients(x, s, h, cotangent, *, kernel="rbf", **others):
+    """Gradients of sum(cotangent * direction) in x, s, h and any others, in float64."""
+    inputs = {"particles": x, "scores": s, "bandwidth": h, **others}
     with jax.enable_x64(True):
-        gradients = jax.jit(jax.grad(objective, (0, 1, 2)))(wide(x), wide(s), wide(h))
-        return [np.asarray(g) for g in gradients]
+        found = _gradients(wide(cotangent), jax.tree.map(wide, inputs), kernel=kernel)
+    return [np.asarray(found[name]) for name in inputs]
 
 
 def wide(a):
