@@ -20,7 +20,7 @@ def by_definition(k, x, s, y, repulsion=1.0):
         gradients = jax.vmap(lambda p: jax.grad(k)(p, q))(x)
         return (values @ s + repulsion * gradients.sum(0)) / x.shape[0]
 
-    return jax.vmap(at)(y)
+    return jax.jit(jax.vmap(at))(y)
 
 
 def linear(m, offset=1.0):
@@ -121,7 +121,8 @@ def test_gradients_are_those_of_the_definition(x64, kernel):
         return jsvgd.svgd_direction(x, s, h, kernel=kernel)
 
     def gradients(function):
-        return jax.grad(lambda *a: jnp.sum(cotangent * function(*a)), (0, 1, 2))(x, s, 2.0)
+        value = lambda *a: jnp.sum(cotangent * function(*a))
+        return jax.jit(jax.grad(value, (0, 1, 2)))(x, s, 2.0)
 
     for mine, expected in zip(gradients(ours), gradients(written_out), strict=True):
         assert relative_error(mine, expected) < 1e-10
@@ -225,7 +226,8 @@ def stein_matrix(k, x, s):
         trace = jnp.trace(jax.jacfwd(jax.grad(k), 1)(p, q))
         return sp @ sq * k(p, q) + sp @ jax.grad(k, 1)(p, q) + sq @ jax.grad(k)(p, q) + trace
 
-    return jax.vmap(lambda p, a: jax.vmap(lambda q, b: pair(p, a, q, b))(x, s))(x, s)
+    row = jax.vmap(pair, (None, None, 0, 0))
+    return jax.jit(jax.vmap(row, (0, 0, None, None)))(x, s, x, s)
 
 
 @pytest.mark.parametrize(("n", "d"), [(9, 3), (3, 5)])
