@@ -63,15 +63,16 @@ def test_as_many_queries_as_particles_in_many_dimensions(monkeypatch):
 
 @every_implementation
 @every_kernel
-@pytest.mark.parametrize("distance", [3.0, 30.0, 300.0, 1e5])
 @pytest.mark.parametrize(("n", "d"), [(143, 67), (211, 3), (40, 300)])
-def test_far_clusters(implementation, kernel, distance, n, d):
+def test_far_clusters(implementation, kernel, n, d):
     supported(implementation, n, d, kernel)
-    x, s = draw(n, d)
-    x = (x + distance * np.where(np.arange(n) % 3 == 0, 1, -1)[:, None]).astype(np.float32)
+    start, s = draw(n, d)
     h = np.float32(2 * d / np.log(n))
-    phi = jsvgd.svgd_direction(x, s, h, kernel=kernel, implementation=implementation)
-    assert relative_error(phi, oracle(x, s, h, kernel=kernel)) <= 1e-3
+    for distance in (3.0, 30.0, 300.0, 1e5):
+        apart = distance * np.where(np.arange(n) % 3 == 0, 1, -1)[:, None]
+        x = (start + apart).astype(np.float32)
+        phi = jsvgd.svgd_direction(x, s, h, kernel=kernel, implementation=implementation)
+        assert relative_error(phi, oracle(x, s, h, kernel=kernel)) <= 1e-3, distance
 
 
 @every_implementation
