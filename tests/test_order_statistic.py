@@ -16,7 +16,7 @@ from jsvgd.order_statistic import order_statistics
 from tests.problems import relative_error, wide
 
 # Few shapes, since each compiles; N above and below the sizes of one block and of one sample.
-SHAPES = [(2, 1), (3, 2), (5, 12), (17, 8), (64, 3), (300, 20), (513, 2), (1000, 10), (2000, 2)]
+SHAPES = [(2, 1), (3, 2), (5, 12), (17, 8), (64, 3), (300, 20), (513, 2), (1000, 10), (3000, 2)]
 
 
 def cloud(kind, n, d, scale, seed):

@@ -119,7 +119,10 @@ TWO_RANKS = [(33, 3), (70, 12)]  # one for each way to count; each rank is compi
     [
         ((2, 1), {}),
         ((33, 3), {}),
-        ((33, 4), {"few": 40}),
+        (
+            (33, 4),
+            {"few": 10**6, "thresholds": 64},
+        ),  # by value, or by threshold where a tile has much
         ((40, 3), {"rescue": 256}),
         ((96, 2), {"splits": 1}),  # a whole tile between two others
         ((33, 70), {}),  # two chunks of dimensions
