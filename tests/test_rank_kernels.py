@@ -121,7 +121,7 @@ TWO_RANKS = [(33, 3), (70, 12)]  # one for each way to count; each rank is compi
         ((33, 3), {}),
         (
             (33, 4),
-            {"few": 10**6, "thresholds": 64},
+            {"few": 10**6, "thresholds": 64, "ends": 99},
         ),  # by value, or by threshold where a tile has much
         ((40, 3), {"rescue": 256}),
         ((96, 2), {"splits": 1}),  # a whole tile between two others
