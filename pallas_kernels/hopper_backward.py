@@ -25,7 +25,8 @@ from jax import Array, lax
 
 from pallas_kernels import hopper_operands as operands
 from pallas_kernels import hopper_tiles
-from pallas_kernels.hopper_forward import available, pallas_modules
+from pallas_kernels.hopper_forward import available
+from pallas_kernels.hopper_forward_kernel import pallas_modules
 from pallas_kernels.hopper_operands import FAR, LOG2E_ROOT, Layout
 from pallas_kernels.hopper_tiles import BackwardTiles
 from pallas_kernels.stacks import over_stacks

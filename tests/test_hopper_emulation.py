@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import hopper_backward, hopper_forward, hopper_tiles
+from pallas_kernels import hopper_backward, hopper_forward, hopper_forward_kernel, hopper_tiles
 from tests.hopper_emulation import emulate
 
 
@@ -59,7 +59,7 @@ def relative(out, ref):
 )
 @pytest.mark.parametrize("precision, limit", [("high", 2e-5), ("default", 1e-2)])
 def test_forward_body(monkeypatch, n, m, d, changes, precision, limit):
-    emulate(monkeypatch, hopper_forward)
+    emulate(monkeypatch, hopper_forward_kernel)
     q, z, s, c, _ = problem(n, m, d)
     z = jnp.asarray(z)[None]
     q = z if m == n else jnp.asarray(q)[None]
@@ -76,7 +76,7 @@ def test_forward_body(monkeypatch, n, m, d, changes, precision, limit):
 
 
 def test_forward_body_of_a_stack(monkeypatch):
-    emulate(monkeypatch, hopper_forward)
+    emulate(monkeypatch, hopper_forward_kernel)
     one = problem(70, 70, 5)
     q, z, s, c, _ = (jnp.stack([t, 0.9 * t, -1.1 * t]) for t in one)
     out = hopper_forward._batched(q, z, s, c, precision="high", plan=None)

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import hopper_backward, hopper_forward, hopper_operands, hopper_tiles
+from pallas_kernels import (
+    hopper_backward,
+    hopper_forward,
+    hopper_forward_kernel,
+    hopper_operands,
+    hopper_tiles,
+)
 
 needs_mosaic = pytest.mark.skipif(
     not hopper_forward.available()[0], reason=hopper_forward.available()[1] or "available"
@@ -81,7 +87,7 @@ BACKWARD = [(777, 4), (1000, 16), (1024, 32), (16384, 64), (2500, 100), (16384, 
 def test_forward_lowers_and_is_named(n, m, d, precision):
     assert hopper_forward.supports("rbf", n, m, d, precision, jnp.float32) == (True, "")
     f = functools.partial(hopper_forward.forward, precision=precision)
-    assert hopper_forward.NAME in lowered(f, *forward_shapes(n, m, d))
+    assert hopper_forward_kernel.NAME in lowered(f, *forward_shapes(n, m, d))
 
 
 @needs_mosaic
