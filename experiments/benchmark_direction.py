@@ -257,7 +257,7 @@ def main():
 
     cases = QUICK if options.quick else WORK
     steps = STEPS if options.peers else []
-    # What the table shows first, should the time end before.
+    # First what the kept table shows; a run that is cut short then lacks other implementations alone.
     for choose, steps_then in ((candidates, steps), (other_implementations, [])):
         with concurrent.futures.ThreadPoolExecutor() as pool:  # compiling takes most of the time
             compiling = [prepare_case(pool, choose(*case), *case) for case in cases]

@@ -3,7 +3,7 @@
 Three families of kernels can make them: Hopper's and the portable ones, which tile rows of particles, and
 the portable ones for few particles in many dimensions, which make the N x N weights between two passes
 over d. All work by products, which need particles near their centre (``coordinates``), so each result goes
-through a kernel of differences that overwrites it where particles are far and returns at once where not.
+through a kernel that puts differences in its place where particles are far, and does little where not.
 A particle lost to NaN counts as far: differences carry it into every result, products might not.
 """
 

@@ -138,7 +138,7 @@ def launch(q, k, aq, ak, v, *, layout: Layout, tiles: ForwardTiles, batch: int, 
 
             def restart(total):
                 add(total)
-                # A warp that is done with its rows must not release keys that another has yet to read.
+                # The four warps, apart by their waits for global memory, go on together.
                 plgpu.commit_smem()
                 return tuple(zeros((bq, vlane), plgpu.Layout.WGMMA) for _ in total)
 

@@ -20,6 +20,7 @@ from pallas_kernels import triton_tiles as tiles
 from pallas_kernels.triton_flag import View, behind_flag, columns, loop, overwrite, walk, width
 
 PARTS = 8192  # elements of parts that a program adds: 64 a thread
+MOST_ROWS = 64  # of parts to a program: where particles are far it takes them one by one
 CHUNK = 128  # dimensions a program holds where it does not hold whole rows
 
 
@@ -47,7 +48,7 @@ def assemble(parts, far, q, x, s, scale, c, *, kernel, base=None, step=None, int
       parts: (P, M, d) float32. The rest as in `forward`.
     """
     count, m, d = parts.shape
-    size = max(1, PARTS // (tiles.next_power_of_two(count) * width(d)))
+    size = min(MOST_ROWS, max(1, PARTS // (tiles.next_power_of_two(count) * width(d))))
 
     def added(block, refs, out_refs):
         part_ref, base_refs = refs[-1], refs[5:-1]

@@ -121,8 +121,7 @@ def _pass(search, ranks, kind, before, width_after, with_ends):
       kind: "start" makes the first thresholds; "next" tightens the bracket first; "turn" goes from
         the bracket in the sample to thresholds for all pairs; "rescue" takes many even steps.
       before: kind of the pass before. width_after: thresholds of the pass after it, for its zeros.
-      with_ends: whether to find the smallest and the largest distance inside the bracket; in one of
-        everything they are of no use.
+      with_ends: whether to find the smallest and the largest distance inside the bracket.
     """
     layout, r, w = search.layout, len(ranks), search.width(kind)
     operand_count, before_count = 3 if layout.direct else 5, 0 if before is None else 5

@@ -28,21 +28,28 @@ RESCUES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Static choices. thresholds: W, of each rank and pass; sample: offsets of the sampled tiles,
-    or 0; splits: programs that share the offsets of a block."""
+    """Static choices.
+
+    Attributes:
+      thresholds: of each rank in a guessing pass.
+      sample: offsets of the sampled tiles; 0: there is no sample.
+      splits: programs that share the offsets of a block.
+      ends: the pass over everything, counted from 0, from which on one also finds the smallest and the
+        largest distance inside a bracket.
+      one_by_one: whether a tile is counted threshold by threshold (`triton_rank_count`).
+      few: where no more distances than this lie inside the brackets, tiles are counted by value.
+      rescue: thresholds of the last passes, which count by value; 0: there are none.
+      stages: of Triton's pipeline.
+    """
 
     layout: Layout
     thresholds: int
     sample: int
     splits: int
-    ends: int = (
-        1  # pass over everything, from 0, from which on one also finds the ends of a bracket
-    )
-    one_by_one: bool = (
-        False  # whether a tile is counted threshold by threshold: see triton_rank_count
-    )
-    few: int = 0  # where no more distances lie inside the brackets, tiles are counted by value
-    rescue: int = 0  # thresholds of passes at the end that count by value; 0: there are none
+    ends: int = 1
+    one_by_one: bool = False
+    few: int = 0
+    rescue: int = 0
     stages: int = 2
 
     @property

@@ -38,7 +38,8 @@ def begin(search, ranks, kind, operand_refs, zero):
         plt.load(moments_ref.at[zero + k, every], mask=inside, other=0.0) for k in range(3)
     )
     extent = jnp.max(extents)
-    field = scale_field(extent)
+    # Coincident particles have no extent, but coordinates that differences must not scale to infinity.
+    field = jnp.where(extent > 0, scale_field(extent), 127)
     factor = power(127 + field - scale_field(extents))
     factor = factor * factor
     count = layout.pairs_within(1)

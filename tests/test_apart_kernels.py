@@ -134,8 +134,20 @@ def test_few_particles_from_raw_arrays(kernel, precision, limit, n, m, d):
         )
     )
     assert relative_error(forward(q, x, s, scale, c), dense(kernel, q, x, s, scale, c)) < limit
-    x[n // 2] += 1e4  # seen wherever it stands: differences know its own pairs
+    assert not flags(kernel, precision, q, x, s, scale, c).any()
+    outlier = x.copy()
+    outlier[n // 2] += 1e4  # seen wherever it stands, unless it is its own centre
+    assert flags(kernel, precision, q, outlier, s, scale, c).any() or n == 1
+    # Pairs of a far cluster: products have no digits of theirs left.
+    x[n // 2 :] += 1e4
+    q = x if m is None else q
     assert relative_error(forward(q, x, s, scale, c), dense(kernel, q, x, s, scale, c)) < 2e-6
+
+
+def flags(kernel, precision, *arrays):
+    """What programs say of particles beyond the limit."""
+    choice = (kernel, precision, 1000.0, not ON_GPU, None)
+    return triton_small._parts(choice, *(jnp.asarray(a)[None] for a in arrays))[1]
 
 
 def test_few_particles_in_as_many_chains_as_change_the_tiles():

@@ -208,6 +208,17 @@ def test_the_inputs_stay_as_they_are(implementation):
     np.testing.assert_array_equal(s, kept[1])
 
 
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="it is a Hopper kernel that sums runs")
+@pytest.mark.parametrize("d", [190, 256])
+def test_same_bits_where_products_sum_runs_of_steps(d):
+    x, s = draw(16384, d)
+    h = jnp.float32(2 * d / np.log(len(x)))
+    direction = jax.jit(lambda x, s, h: jsvgd.svgd_direction(x, s, h))
+    first = np.asarray(direction(x, s, h))
+    for _ in range(10):
+        np.testing.assert_array_equal(direction(x, s, h), first)
+
+
 @every_implementation
 @pytest.mark.parametrize(("n", "d"), [(131, 3), (131, 17), (67, 300)])
 def test_same_bits_in_ten_runs_over_poisoned_memory(implementation, n, d):

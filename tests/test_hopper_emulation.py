@@ -52,7 +52,7 @@ def relative(out, ref):
         (200, 130, 40, {"warpgroups": 2, "block_k": 128, "splits": 2, "cut_bits": True}),
         (200, 200, 64, {}),
         (150, 150, 128, {}),
-        (200, 70, 130, {"splits": 1, "run": 2}),
+        (200, 70, 130, {"splits": 1, "run": 3}),  # with steps after the last run
         (70, 70, 256, {"splits": 1, "run": 2}),
         (70, 70, 250, {"splits": 1}),
     ],

@@ -81,6 +81,11 @@ FORWARD = [
 BACKWARD = [(777, 4), (1000, 16), (1024, 32), (16384, 64), (2500, 100), (16384, 128)]
 
 
+def test_runs_of_steps_need_one_warpgroup():
+    with pytest.raises(ValueError, match="run=8 needs one warpgroup, got 2"):
+        hopper_tiles.ForwardTiles(warpgroups=2, run=8)
+
+
 @needs_mosaic
 @pytest.mark.parametrize("precision", ["high", "default"])
 @pytest.mark.parametrize("n, m, d", FORWARD)

@@ -41,7 +41,7 @@ def cloud(kind, n, d, seed=0, scale=1.0):
     elif kind == "offset":
         x = x + 100.0
     elif kind == "equal":
-        x = np.full((n, d), 0.1)
+        x = np.full((n, d), 5.0)
     return (scale * x).astype(np.float32)
 
 
@@ -111,7 +111,7 @@ def check(x, ranks, search):
         np.testing.assert_allclose(sums[q], expected, atol=3e-6 * magnitude)
 
 
-TWO_RANKS = [(33, 3), (70, 12)]  # one for each way to count; each rank is compiled anew
+TWO_RANKS = [(33, 3), (40, 3), (70, 12)]  # one for each way to count; each rank is compiled anew
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,8 @@ TWO_RANKS = [(33, 3), (70, 12)]  # one for each way to count; each rank is compi
             (33, 4),
             {"few": 10**6, "thresholds": 64, "ends": 99},
         ),  # by value, or by threshold where a tile has much
-        ((40, 3), {"rescue": 256}),
+        ((40, 3), {"few": 300}),  # by value in some passes, by threshold in others
+        ((40, 3), {"rescue": 256, "ends": 99}),
         ((96, 2), {"splits": 1}),  # a whole tile between two others
         ((33, 70), {}),  # two chunks of dimensions
         ((70, 12), {"ends": 99, "one_by_one": False}),
@@ -170,7 +171,7 @@ def test_plans_of_every_size_cover_every_pair():
 
 
 @pytest.mark.parametrize("rescue", [0, 256])
-@pytest.mark.parametrize("many", [1, 2**31])
+@pytest.mark.parametrize("many", [1, 2**31 + 12345])
 @pytest.mark.parametrize("numbers", ["even", "geometric", "one", "dense"])
 def test_brackets_close_in_the_passes_there_are(numbers, many, rescue):
     """Each number stands for `many`, so counts beyond 2^31 are exact; no ends are reported."""
