@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 import jsvgd
+from experiments.benchmark_peers import MOST_IN_BLACKJAX
 from experiments.command_line import Parser, integer, output_folder, require, run_script
 from experiments.timing import compiled_loop, prepare, seconds_of_loop
 
@@ -42,9 +43,6 @@ DIMENSIONS = {
 }
 STEPS = {"cpu": [(100, 50), (1000, 50), (3000, 50)], "gpu": [(1024, 32), (4096, 64), (16_384, 64)]}
 QUICK = [(64, 2), (200, 20)]
-
-# Its step holds the indices of all pairs as constants, which XLA folds for minutes beyond.
-MOST_IN_BLACKJAX = 3000
 
 
 def median_by_sort(x: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 import jsvgd
 from experiments.timing import compiled_loop, seconds_of_loop
 
-__all__ = ["STEPS", "baselines", "measure_steps", "prepare_steps"]
+__all__ = ["MOST_IN_BLACKJAX", "STEPS", "baselines", "measure_steps", "prepare_steps"]
 
 STEPS = [(1024, 32), (4096, 64)]
 

@@ -208,13 +208,20 @@ def test_the_inputs_stay_as_they_are(implementation):
     np.testing.assert_array_equal(s, kept[1])
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="it is a Hopper kernel that sums runs")
+@pytest.mark.skipif(
+    jax.default_backend() != "gpu",
+    reason="the kernel that sums runs of steps exists on a GPU alone; its body is emulated elsewhere",
+)
 @pytest.mark.parametrize("d", [190, 256])
-def test_same_bits_where_products_sum_runs_of_steps(d):
+def test_many_particles_in_many_dimensions_on_a_gpu(d):
+    """A step that is lost, now and then, changes bits between calls or a row's value."""
     x, s = draw(16384, d)
     h = jnp.float32(2 * d / np.log(len(x)))
-    direction = jax.jit(lambda x, s, h: jsvgd.svgd_direction(x, s, h))
+    direction = jax.jit(jsvgd.svgd_direction)
     first = np.asarray(direction(x, s, h))
+    exact = np.asarray(jsvgd.svgd_direction(x, s, h, implementation="xla"))
+    rows = np.linalg.norm(first - exact, axis=1) / np.linalg.norm(exact, axis=1).mean()
+    assert rows.max() <= 1e-4
     for _ in range(10):
         np.testing.assert_array_equal(direction(x, s, h), first)
 
