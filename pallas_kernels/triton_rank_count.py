@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import triton_pairs as pairs
-from pallas_kernels.triton_rank_bracket import NONE, from_u, to_u
+from pallas_kernels.triton_rank_bracket import NONE, UNUSED, from_u, to_u
 from pallas_kernels.triton_rank_tiles import FAR, LEFT, RIGHT, bits, is_pair_of_blocks, number
 
 ONE_BY_ONE, AT_ONCE, BY_VALUE = range(3)
@@ -12,13 +12,14 @@ MANY_VALUES = 32  # in one tile, beyond which thresholds take no longer
 UNROLL = 4  # pairs of thresholds under way together: one takes long, but leaves the units idle
 
 
-def count_below(distances, walk, brackets, thresholds, with_ends, how):
+def count_below(distances, walk, brackets, thresholds, with_ends, how, used):
     """Counts, an int32 vector a rank, and ends: [], or largest + 1 and NONE - smallest of each bracket.
 
     Args:
       distances: `Distances`. walk: (block, first offset, stride, offsets).
       thresholds: (W,) int32 a rank. how: a tile is counted, ONE_BY_ONE, AT_ONCE or BY_VALUE, which
-        leaves out what lies below the brackets.
+        leaves out what lies below the brackets. used: W, or how many of the thresholds BY_VALUE uses,
+        which then goes by threshold after all.
     """
     layout = distances.layout
     i, split, splits, offsets = walk
@@ -31,7 +32,7 @@ def count_below(distances, walk, brackets, thresholds, with_ends, how):
     elif how == AT_ONCE:
         counter = _AllAtOnce(layout, axis, thresholds, turns)
     else:
-        counter = _ByValue(layout, axis, brackets, thresholds)
+        counter = _ByValue(layout, axis, brackets, thresholds, used)
     lowest, beyond = _edges(brackets) if with_ends else ([], [])
 
     def turn(t, carry):
@@ -86,7 +87,7 @@ class _OneByOne:
     def zeros(self):
         return [jnp.zeros(self.places.shape, jnp.int32) for _ in self.thresholds]
 
-    def add(self, distance, counts):
+    def add(self, distance, counts, used=None):
         def some(k, counts):
             added = []
             for values, found in zip(self.thresholds, counts, strict=True):
@@ -112,7 +113,8 @@ class _OneByOne:
                 added.append(found)
             return added
 
-        return lax.fori_loop(0, len(self.places) // (2 * self.unroll), some, counts)
+        used = len(self.places) if used is None else used
+        return lax.fori_loop(0, used // (2 * self.unroll), some, counts)
 
     def totals(self, counts):
         return counts
@@ -155,11 +157,12 @@ class _ByValue:
     Where particles come in order of their clusters one tile may have much: it is counted by threshold.
     """
 
-    def __init__(self, layout, axis, brackets, thresholds):
-        self.axis, self.thresholds = axis, thresholds
+    def __init__(self, layout, axis, brackets, thresholds, used):
+        self.axis, self.thresholds, self.used = axis, thresholds, used
         self.edges = _edges(brackets)
         self.by_threshold = _OneByOne(layout, axis, thresholds, unroll=1)
-        self.many = max(MANY_VALUES, thresholds[0].shape[0] // 2)
+        self.width = thresholds[0].shape[0]
+        self.many = max(MANY_VALUES, self.width // 2)
 
     def zeros(self):
         return self.by_threshold.zeros()
@@ -191,14 +194,20 @@ class _ByValue:
 
         def by_threshold(counts):
             below = [number_of(distance < low) for low in self.edges[0]]
-            counts = [found - less for found, less in zip(counts, below, strict=True)]
-            return self.by_threshold.add(distance, counts)
+            counts = [
+                found - jnp.where(values == UNUSED, 0, less)
+                for values, found, less in zip(self.thresholds, counts, below, strict=True)
+            ]
+            return self.by_threshold.add(distance, counts, self.used)
 
         inside = sum(
             number_of((low <= distance) & (distance < high))
             for low, high in zip(*self.edges, strict=True)
         )
-        return lax.cond(inside > self.many, by_threshold, by_value, counts)
+        much = inside > self.many
+        if not isinstance(self.used, int):
+            much |= self.used < self.width
+        return lax.cond(much, by_threshold, by_value, counts)
 
     def totals(self, counts):
         return counts

@@ -24,7 +24,8 @@ from pallas_kernels.triton_rank_bracket import passes, power_of_two
 from pallas_kernels.triton_rank_tiles import Layout
 
 DIGITS = 12  # bits of a count in each of its counters
-RESCUES = 2
+RESCUES = 2  # after the early one
+EARLY = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +37,11 @@ class Search:
       sample: offsets of the sampled tiles; 0: there is no sample.
       splits: programs that share the offsets of a block.
       ends: the pass over everything, counted from 0, from which on one also finds the smallest and the
-        largest distance inside a bracket.
+        largest distance inside a bracket; None: none does.
       one_by_one: whether a tile is counted threshold by threshold (`triton_rank_count`).
-      few: where no more distances than this lie inside the brackets, tiles are counted by value.
-      rescue: thresholds of the last passes, which count by value; 0: there are none.
+      few: where no more distances than this lie inside the brackets, a pass counts by value.
+      rescue: thresholds of the last passes, which count by value; 0: there are none. The first of them
+        comes early: it has EARLY thresholds where more than `few` distances lie inside.
       stages: of Triton's pipeline.
     """
 
@@ -47,7 +49,7 @@ class Search:
     thresholds: int
     sample: int
     splits: int
-    ends: int = 1
+    ends: int | None = 1
     one_by_one: bool = False
     few: int = 0
     rescue: int = 0
@@ -56,11 +58,8 @@ class Search:
     @property
     def kinds(self):
         """Of each launch: see `_pass`."""
-        kinds = (
-            ["start"]
-            + ["next"] * (self.guessing - 1)
-            + ["rescue"] * (RESCUES if self.rescue else 0)
-        )
+        kinds = ["start"] + ["next"] * (self.guessing - 1)
+        kinds += ["early"] + ["rescue"] * RESCUES if self.rescue else []
         return ["start_sample", "next_sample", "turn", *kinds[1:]] if self.sample else kinds
 
     @property
@@ -70,15 +69,17 @@ class Search:
 
     @property
     def _rescue_bits(self):
-        return RESCUES * power_of_two(self.rescue) if self.rescue else 0
+        return power_of_two(EARLY) + RESCUES * power_of_two(self.rescue) if self.rescue else 0
 
-    def bits_left(self, done):
-        """Bits that even steps take off a bracket after `done` of the guessing passes."""
+    def bits_left(self, kind, done):
+        """Bits that even steps take off a bracket after a pass, of all `done` over everything."""
+        if kind == "early":
+            return self._rescue_bits - power_of_two(EARLY)
         return power_of_two(self.thresholds) * (self.guessing - done) + self._rescue_bits
 
     def width(self, kind):
         """Thresholds of a pass."""
-        return self.rescue if kind == "rescue" else self.thresholds
+        return self.rescue if is_wide(kind) else self.thresholds
 
     @property
     def limbs(self):
@@ -98,6 +99,11 @@ class Search:
         return self.layout.pairs_within(self.sample)
 
 
+def is_wide(kind):
+    """Whether a pass of this kind counts the distances inside the brackets alone, with many thresholds."""
+    return kind in ("early", "rescue")
+
+
 def over_sample(kind):
     """Whether a pass of this kind visits the sampled tiles alone."""
     return kind.endswith("_sample")
@@ -110,7 +116,7 @@ def plan(n, d, interpret=False):
     once, since each makes the thresholds anew.
     """
     if n <= 1024:
-        size, warps, thresholds, sample, programs, ends, rescue = 32, 1, 32, 0, 5, 1, 1024
+        size, warps, thresholds, sample, programs, ends, rescue = 32, 1, 16, 0, 5, None, 1024
     elif n <= 2048:
         size, warps, thresholds, sample, programs, ends, rescue = 64, 4, 16, 0, 2, 1, 0
     elif n <= 8192:
@@ -119,7 +125,7 @@ def plan(n, d, interpret=False):
         size, warps, thresholds, sample, programs, ends, rescue = 128, 8, 16, 2, 1, 2, 0
     layout = Layout(n, d, size, warps, interpret)
     splits = min(layout.offsets, max(1, programs * tiles.MULTIPROCESSORS // layout.blocks))
-    few = 0 if rescue else 2 * layout.blocks * layout.offsets
+    few = 2 * layout.blocks * layout.offsets
     if interpret:  # which compiles every compare, and every branch, anew
-        thresholds, few = 8, 0
+        thresholds, few = 8, few if rescue else 0
     return Search(layout, thresholds, sample, splits, ends, n <= 1024, few, rescue)

@@ -16,7 +16,7 @@ from pallas_kernels import (
     triton_rank_state,
     triton_ties,
 )
-from pallas_kernels.triton_rank_bracket import NONE, TOP, Bracket
+from pallas_kernels.triton_rank_bracket import NONE, TOP, UNUSED, Bracket
 from pallas_kernels.triton_rank_state import DIRECT, LAUNCH
 from tests.problems import relative_error, wide
 
@@ -121,13 +121,13 @@ TWO_RANKS = [(33, 3), (40, 3), (70, 12)]  # one for each way to count; each rank
         ((33, 3), {}),
         (
             (33, 4),
-            {"few": 10**6, "thresholds": 64, "ends": 99},
+            {"few": 10**6, "thresholds": 64, "ends": None},
         ),  # by value, or by threshold where a tile has much
         ((40, 3), {"few": 300}),  # by value in some passes, by threshold in others
-        ((40, 3), {"rescue": 256, "ends": 99}),
+        ((40, 3), {"rescue": 256, "ends": None}),
         ((96, 2), {"splits": 1}),  # a whole tile between two others
         ((33, 70), {}),  # two chunks of dimensions
-        ((70, 12), {"ends": 99, "one_by_one": False}),
+        ((70, 12), {"ends": None, "one_by_one": False}),
         pytest.param(
             (150, 70),
             {"sample": 2, "splits": 1},
@@ -166,8 +166,12 @@ def test_plans_of_every_size_cover_every_pair():
         assert search.two_limbs == (n > 65536)
         # Even steps alone finish after the first pass over everything.
         over_all = [kind for kind in search.kinds if not triton_rank_plan.over_sample(kind)]
-        bits = [search.width(kind).bit_length() - 1 for kind in over_all]
-        assert sum(bits[1:]) == search.bits_left(1) >= triton_rank_bracket.RANGE_BITS
+        widths = {**{kind: search.width(kind) for kind in over_all}, "early": triton_rank_plan.EARLY}
+        bits = [widths[kind].bit_length() - 1 for kind in over_all]
+        assert sum(bits[1:]) == search.bits_left("start", 1) >= triton_rank_bracket.RANGE_BITS
+        for done, kind in enumerate(over_all, 1):
+            if kind != "rescue":
+                assert sum(bits[done:]) == search.bits_left(kind, done)
 
 
 @pytest.mark.parametrize("rescue", [0, 256])
@@ -193,13 +197,18 @@ def test_brackets_close_in_the_passes_there_are(numbers, many, rescue):
         thresholds = jnp.zeros(8, jnp.int32)  # a first guess that helps nothing
         for done, kind in enumerate(search.kinds, 1):
             w = search.width(kind)
-            if kind == "next":
-                thresholds = bracket.thresholds(rank, w, search.bits_left(done))
+            if kind == "early":
+                count, left = triton_rank_plan.EARLY, search.bits_left(kind, done)
+                thresholds = bracket.thresholds(rank, count, left, width=w)
+            elif kind == "next":
+                thresholds = bracket.thresholds(rank, w, search.bits_left(kind, done))
             elif kind == "rescue":
                 thresholds = bracket.steps(w)
-            below = np.searchsorted(u, int(bracket.low), side="right") if kind == "rescue" else 0
+            wide = triton_rank_plan.is_wide(kind)
+            below = np.searchsorted(u, int(bracket.low), side="right") if wide else 0
             found = np.searchsorted(u, np.asarray(thresholds), side="right") - below
-            counts = bracket.with_below(limbs(many * found), kind == "rescue")
+            found = np.where(np.asarray(thresholds) == UNUSED, 0, found)
+            counts = bracket.with_below(limbs(many * found), wide)
             bracket = bracket.tighten(rank, thresholds, counts, None)
         assert not bracket.open()
         assert bracket.high == u[(rank - 1) // many]
