@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import triton_rank_tiles as rank_tiles
 from pallas_kernels.triton_rank_bracket import from_u
 from pallas_kernels.triton_rank_count import AT_ONCE, BY_VALUE, ONE_BY_ONE, count_below
-from pallas_kernels.triton_rank_plan import is_wide, over_sample, plan
+from pallas_kernels.triton_rank_plan import over_sample, plan
 from pallas_kernels.triton_rank_state import (
     DIRECT,
     FIELD,
@@ -43,9 +43,9 @@ from pallas_kernels.triton_rank_state import (
     step,
     store,
     tightened,
-    used,
 )
 from pallas_kernels.triton_rank_tiles import Distances, Operands, is_pair_of_blocks, power
+from pallas_kernels.triton_rank_wide import DIGIT, count_bins
 
 MAX_DIMENSION = 512
 MAX_PARTICLES = 1 << 20
@@ -92,18 +92,26 @@ def order_statistics(x, ranks, *, interpret=False, search=None):
     for kind, after in zip(kinds, [*kinds[1:], kinds[-1]], strict=True):
         with_ends = search.ends is not None and over_all >= search.ends
         out = _pass(search, ranks, kind, before, after, with_ends)(*arrays, *state, *totals, *tally)
-        state, totals, tally = out[:3], out[3 : 3 + len(tally)], out[3 + len(tally) :]
+        state, (counts, ends), tally = out[:3], out[3:5], out[5:]
+        if kind == "wide":
+            counts = counts.reshape(1, len(ranks), 1, -1)
+        totals = [counts, ends]
         before, over_all = kind, over_all + (not over_sample(kind))
-    values, keys = _finish(search, ranks, before, state + totals)
+    values, keys = _finish(search, ranks, before, [*state, *totals])
     return Found(values, keys, state[0], operands)
 
 
 def _tally(search, r, kind):
-    """Counts of each copy, rank, part and threshold of one pass; ends of each copy and rank, if there are."""
-    copies = COPIES if search.layout.blocks >= 8 and not is_wide(kind) else 1
-    counts = jax.ShapeDtypeStruct((copies, r, search.limbs, search.width(kind)), jnp.float32)
-    ends = jax.ShapeDtypeStruct((copies, 2 * r), jnp.int32)
-    return [counts] if search.ends is None else [counts, ends]
+    """Counts of each copy, rank, part and threshold, or bin, and ends of each copy and rank, of one pass."""
+    copies = COPIES if search.layout.blocks >= 8 else 1
+    counts = copies, r, search.limbs, search.thresholds
+    if kind == "wide":
+        assert search.limbs == 1
+        counts = 1, r, DIGIT, DIGIT
+    return [
+        jax.ShapeDtypeStruct(counts, jnp.float32),
+        jax.ShapeDtypeStruct((copies, 2 * r), jnp.int32),
+    ]
 
 
 # --- one launch --------------------------------------------------------------------------------------
@@ -114,34 +122,34 @@ def _pass(search, ranks, kind, before, after, with_ends):
     """A pass over all tiles, or the sampled ones, as a function of arrays: operands, what the pass
     before returned first (nothing for the first one), zeros to count in.
 
-    It returns [common, brackets, thresholds, counts, ends, zeros, zeros], or fewer without ends.
+    It returns [common, brackets, thresholds, counts, ends, zeros, zeros].
 
     Args:
       kind: "start" makes the first thresholds; "next" tightens the bracket first; "turn" goes from
-        the bracket in the sample to thresholds for all pairs; "early" and "rescue" take many even steps,
-        "early" only where few distances lie inside.
+        the bracket in the sample to thresholds for all pairs; "wide" has many bins.
       before: kind of the pass before. after: that of the pass after it, for its zeros.
       with_ends: whether to find the smallest and the largest distance inside the bracket.
     """
     layout, r, w = search.layout, len(ranks), search.width(kind)
-    tallies = [_tally(search, r, each) for each in (kind, after)]
-    parts = len(tallies[0])
-    operand_count, before_count = 3 if layout.direct else 5, 0 if before is None else 3 + parts
+    operand_count, before_count = 3 if layout.direct else 5, 0 if before is None else 5
     offsets = min(search.sample, layout.offsets) if over_sample(kind) else layout.offsets
     splits = min(search.splits, offsets)
+    tallies = [_tally(search, r, each) for each in (kind, after)]
 
     def program(*refs):
         operand_refs, refs = refs[:operand_count], refs[operand_count:]
-        before_refs, refs = refs[:before_count], refs[before_count + parts :]
-        state_out, (counts_ref, *ends_refs), cleared = refs[:3], refs[3 : 3 + parts], refs[3 + parts :]
+        before_refs, refs = refs[:before_count], refs[before_count + 2 :]
+        state_out, (counts_ref, ends_ref), cleared = refs[:3], refs[3:5], refs[5:]
         i, split = pl.program_id(0), pl.program_id(1)
         writes = (i == 0) & (split == 0)
 
         def count(common, brackets, thresholds, direct, how):
             distances = Distances(layout, operand_refs, common[FIELD], direct)
             walk = (i, split, splits, offsets)
-            those = used(search, kind, brackets)
-            counts, ends = count_below(distances, walk, brackets, thresholds, with_ends, how, those)
+            if kind == "wide":
+                count_bins(distances, walk, brackets, counts_ref)
+                return
+            counts, ends = count_below(distances, walk, brackets, thresholds, with_ends, how)
             copy = (i + split) % counts_ref.shape[0]
             for q, found in enumerate(counts):
 
@@ -156,7 +164,7 @@ def _pass(search, ranks, kind, before, after, with_ends):
 
                 @pl.when(end > 0)
                 def _(k=k, end=end):
-                    plt.atomic_max(ends_refs[0], (copy, 0 * i + k), end)
+                    plt.atomic_max(ends_ref, (copy, 0 * i + k), end)
 
         def work(common, brackets, thresholds):
             store(state_out, writes, common, brackets, thresholds)
@@ -191,14 +199,13 @@ def _pass(search, ranks, kind, before, after, with_ends):
         if before is None:
             work(*begin(search, ranks, kind, operand_refs, 0 * i))
             return
+        # All loads first, so that they are under way together.
         common, brackets = load(search, before_refs, r)
-        # Before the test, so that all loads are under way together; but after a rescue nearly none goes on.
-        early = None if before == "rescue" else counted(search, before_refs, r)
+        seen = counted(search, before, before_refs, r)
         going = common[FINITE] > 0 if kind == "turn" else any_open(brackets)
 
         @pl.when(going)
         def _():
-            seen = early or counted(search, before_refs, r)
             work(*step(search, ranks, kind, before, common, brackets, seen))
 
         @pl.when(~going)
@@ -211,10 +218,10 @@ def _pass(search, ranks, kind, before, after, with_ends):
     return pl.pallas_call(
         program,
         grid=(layout.blocks, splits),
-        in_specs=[pl.BlockSpec()] * (first + parts),
-        out_specs=[pl.BlockSpec()] * (3 + 2 * parts),
+        in_specs=[pl.BlockSpec()] * (first + 2),
+        out_specs=[pl.BlockSpec()] * 7,
         out_shape=shapes + tallies[0] + tallies[1],
-        input_output_aliases={first + k: 3 + k for k in range(parts)},
+        input_output_aliases={first: 3, first + 1: 4},
         compiler_params=plt.CompilerParams(num_warps=layout.warps, num_stages=search.stages),
         interpret=layout.interpret,
         name=name,
@@ -226,7 +233,7 @@ def _finish(search, ranks, last, before):
     r = len(ranks)
 
     def program(*refs):
-        before_refs, (values_ref, keys_ref) = refs[:-2], refs[-2:]
+        before_refs, (values_ref, keys_ref) = refs[:5], refs[5:]
         common, brackets = load(search, before_refs, r)
 
         def write(brackets):
@@ -238,7 +245,8 @@ def _finish(search, ranks, last, before):
 
         @pl.when(any_open(brackets))
         def _():
-            write(tightened(search, ranks, last, brackets, counted(search, before_refs, r)))
+            seen = counted(search, last, before_refs, r)
+            write(tightened(search, ranks, last, brackets, seen))
 
         pl.when(~any_open(brackets))(lambda: write(brackets))
 
@@ -246,7 +254,7 @@ def _finish(search, ranks, last, before):
     return pl.pallas_call(
         program,
         grid=(1,),
-        in_specs=[pl.BlockSpec()] * len(before),
+        in_specs=[pl.BlockSpec()] * 5,
         out_specs=[pl.BlockSpec()] * 2,
         out_shape=[jax.ShapeDtypeStruct((r,), jnp.float32), jax.ShapeDtypeStruct((r,), jnp.int32)],
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),

@@ -23,7 +23,6 @@ TOP = (96 + 28) << 23
 RANGE_BITS = 30  # TOP < 2^30
 LIMB = 16
 NONE = 1 << 30
-UNUSED = -1  # a threshold with nothing at or below it
 MANY = (1 << 31) - 1
 
 
@@ -42,7 +41,7 @@ def power_of_two(count):
 
 def passes(thresholds, bits_after=0):
     """How many passes suffice before those that take `bits_after` bits, the first one free to guess."""
-    return 1 + -(-(RANGE_BITS - bits_after) // power_of_two(thresholds))
+    return 1 + -(-max(0, RANGE_BITS - bits_after) // power_of_two(thresholds))
 
 
 def limbs(value):
@@ -132,9 +131,9 @@ class Bracket:
         wanted_high, wanted_low = limbs(count) if self.two_limbs else (0, count)
         return (high == wanted_high) & (low == wanted_low)
 
-    def steps(self, count, places=None):
-        """(count,) thresholds at even steps; those at `places` of them."""
-        b, j = power_of_two(count), jnp.arange(count) if places is None else places
+    def steps(self, count):
+        """(count,) thresholds at even steps."""
+        b, j = power_of_two(count), jnp.arange(count)
         width = self.high - self.low
         steps = self.low + (width >> b) * j + (((width & (count - 1)) * j) >> b)
         return jnp.clip(steps, *self._within())
@@ -142,17 +141,15 @@ class Bracket:
     def _within(self):
         return self.low + 1, jnp.maximum(self.high - 1, self.low + 1)
 
-    def thresholds(self, rank, count, bits_left, sampled=None, width=None):
+    def thresholds(self, rank, count, bits_left, sampled=None):
         """Thresholds of the next pass, (count,).
 
         Args:
           rank: static. count: a power of two. bits_left: those that the passes after it take off a bracket.
-          width: None, or how many to return: those after the first `count` are UNUSED.
           sampled: None, or how many numbers a sample held of which this is the bracket and `rank` the rank:
             then the thresholds are for all numbers, and may lie outside.
         """
-        every = jnp.arange(width or count)
-        j = jnp.minimum(every, count - 1)
+        j = jnp.arange(count)
         width = self.high - self.low
         inside = jnp.maximum(self.inside(), 1.0)
         place = jnp.clip((self._place(rank) - 0.5) / inside, 0.0, 1.0)
@@ -165,7 +162,7 @@ class Bracket:
             spread = 0.5 * math.sqrt(sampled) / inside
         centre = to_u(start + (end - start) * place)
         step_by_step = 4.0 * spread * width.astype(jnp.float32) < count
-        fraction = place + spread * _offsets(count, 8.0, 3.0, j)
+        fraction = place + spread * _offsets(count, 8.0, 3.0)
         if sampled is None:
             fraction = jnp.clip(fraction, 0.0, 1.0)
         guess = to_u(start + (end - start) * fraction)
@@ -176,8 +173,7 @@ class Bracket:
         # Ties gather at the ends.
         guess = jnp.where(j == 0, lowest, jnp.where(j == count - 1, highest, guess))
         even = (width > (1 << jnp.minimum(bits_left, RANGE_BITS))) | (width <= count)
-        found = jnp.where(even, self.steps(count, j), jnp.clip(guess, lowest, highest))
-        return jnp.where(every < count, found, UNUSED)
+        return jnp.where(even, self.steps(count), jnp.clip(guess, lowest, highest))
 
     def inside(self):
         """How many numbers lie in it, rounded to float32."""
@@ -199,14 +195,13 @@ def first_thresholds(fraction, count, mean, variance):
     normal = statistics.NormalDist().inv_cdf(min(max(fraction, 1e-6), 1 - 1e-6))
     root = jnp.maximum(1.0 - ratio + normal * jnp.sqrt(ratio), 0.0)
     guess = mean * root * root * root
-    offsets = _offsets(count, 6.0, 6.0, jnp.arange(count))
-    return jnp.minimum(to_u(guess + deviation * offsets), TOP - 1)
+    return jnp.minimum(to_u(guess + deviation * _offsets(count, 6.0, 6.0)), TOP - 1)
 
 
-def _offsets(count, reach, bend, places):
-    """Those at `places` of `count` from -reach to reach, dense around 0: a hyperbolic sine."""
+def _offsets(count, reach, bend):
+    """(count,) from -reach to reach, dense around 0: a hyperbolic sine."""
     step = 2.0 * bend / (count - 1)
-    grown = jnp.exp(places.astype(jnp.float32) * step - bend)
+    grown = jnp.exp(jnp.arange(count).astype(jnp.float32) * step - bend)
     return (reach / (2.0 * math.sinh(bend))) * (grown - 1.0 / grown)
 
 

@@ -4,44 +4,37 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import triton_pairs as pairs
-from pallas_kernels.triton_rank_bracket import NONE, UNUSED, from_u, to_u
-from pallas_kernels.triton_rank_tiles import FAR, LEFT, RIGHT, bits, is_pair_of_blocks, number
+from pallas_kernels.triton_rank_bracket import NONE, from_u, to_u
+from pallas_kernels.triton_rank_tiles import FAR, bits, number, walk_tiles
 
 ONE_BY_ONE, AT_ONCE, BY_VALUE = range(3)
 MANY_VALUES = 32  # in one tile, beyond which thresholds take no longer
 UNROLL = 4  # pairs of thresholds under way together: one takes long, but leaves the units idle
 
 
-def count_below(distances, walk, brackets, thresholds, with_ends, how, used):
+def count_below(distances, walk, brackets, thresholds, with_ends, how):
     """Counts, an int32 vector a rank, and ends: [], or largest + 1 and NONE - smallest of each bracket.
 
     Args:
-      distances: `Distances`. walk: (block, first offset, stride, offsets).
+      distances, walk: as in `walk_tiles`.
       thresholds: (W,) int32 a rank. how: a tile is counted, ONE_BY_ONE, AT_ONCE or BY_VALUE, which
-        leaves out what lies below the brackets. used: W, or how many of the thresholds BY_VALUE uses,
-        which then goes by threshold after all.
+        leaves out what lies below the brackets.
     """
     layout = distances.layout
-    i, split, splits, offsets = walk
+    _, _, splits, offsets = walk
     size, turns = layout.size, -(-offsets // splits)
     # The axis along which a thread holds most of its elements: sums along it cross few threads.
     axis = 0 if distances.direct else 1
-    left = distances.block(i, LEFT)
     if how == ONE_BY_ONE:
         counter = _OneByOne(layout, axis, thresholds)
     elif how == AT_ONCE:
         counter = _AllAtOnce(layout, axis, thresholds, turns)
     else:
-        counter = _ByValue(layout, axis, brackets, thresholds, used)
+        counter = _ByValue(layout, axis, brackets, thresholds)
     lowest, beyond = _edges(brackets) if with_ends else ([], [])
 
-    def turn(t, carry):
+    def visit(distance, carry):
         counts, largest, smallest = carry
-        offset = split + t * splits
-        visited = (offset < offsets) & is_pair_of_blocks(layout, i, offset)
-        rows, inside, far, *rest = distances.block((i + offset) % layout.blocks, RIGHT)
-        right = (rows, inside, jnp.where(visited, far, FAR), *rest)
-        distance = distances.tile(left, right, offset)
         counts = counter.add(distance, counts)
         largest = [
             jnp.maximum(found, jnp.max(jnp.where(distance < high, distance, -FAR), axis=axis))
@@ -57,8 +50,7 @@ def count_below(distances, walk, brackets, thresholds, with_ends, how, used):
         return jnp.full((size,), value, jnp.float32)
 
     carry = counter.zeros(), [rows_of(-FAR) for _ in beyond], [rows_of(FAR) for _ in lowest]
-    carry = turn(0 * i, carry) if turns == 1 else lax.fori_loop(0, turns, turn, carry)
-    counts, largest, smallest = carry
+    counts, largest, smallest = walk_tiles(distances, walk, visit, carry)
     ends = []
     for top, bottom in zip(largest, smallest, strict=True):
         top, bottom = jnp.max(top), jnp.min(bottom)
@@ -87,7 +79,7 @@ class _OneByOne:
     def zeros(self):
         return [jnp.zeros(self.places.shape, jnp.int32) for _ in self.thresholds]
 
-    def add(self, distance, counts, used=None):
+    def add(self, distance, counts):
         def some(k, counts):
             added = []
             for values, found in zip(self.thresholds, counts, strict=True):
@@ -113,8 +105,7 @@ class _OneByOne:
                 added.append(found)
             return added
 
-        used = len(self.places) if used is None else used
-        return lax.fori_loop(0, used // (2 * self.unroll), some, counts)
+        return lax.fori_loop(0, len(self.places) // (2 * self.unroll), some, counts)
 
     def totals(self, counts):
         return counts
@@ -157,12 +148,10 @@ class _ByValue:
     Where particles come in order of their clusters one tile may have much: it is counted by threshold.
     """
 
-    def __init__(self, layout, axis, brackets, thresholds, used):
-        self.axis, self.thresholds, self.used = axis, thresholds, used
+    def __init__(self, layout, axis, brackets, thresholds):
+        self.axis, self.thresholds = axis, thresholds
         self.edges = _edges(brackets)
         self.by_threshold = _OneByOne(layout, axis, thresholds, unroll=1)
-        self.width = thresholds[0].shape[0]
-        self.many = max(MANY_VALUES, self.width // 2)
 
     def zeros(self):
         return self.by_threshold.zeros()
@@ -194,20 +183,14 @@ class _ByValue:
 
         def by_threshold(counts):
             below = [number_of(distance < low) for low in self.edges[0]]
-            counts = [
-                found - jnp.where(values == UNUSED, 0, less)
-                for values, found, less in zip(self.thresholds, counts, below, strict=True)
-            ]
-            return self.by_threshold.add(distance, counts, self.used)
+            counts = [found - less for found, less in zip(counts, below, strict=True)]
+            return self.by_threshold.add(distance, counts)
 
         inside = sum(
             number_of((low <= distance) & (distance < high))
             for low, high in zip(*self.edges, strict=True)
         )
-        much = inside > self.many
-        if not isinstance(self.used, int):
-            much |= self.used < self.width
-        return lax.cond(much, by_threshold, by_value, counts)
+        return lax.cond(inside > MANY_VALUES, by_threshold, by_value, counts)
 
     def totals(self, counts):
         return counts

@@ -22,10 +22,9 @@ import dataclasses
 from pallas_kernels import triton_tiles as tiles
 from pallas_kernels.triton_rank_bracket import passes, power_of_two
 from pallas_kernels.triton_rank_tiles import Layout
+from pallas_kernels.triton_rank_wide import BINS, BITS
 
 DIGITS = 12  # bits of a count in each of its counters
-RESCUES = 2  # after the early one
-EARLY = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +38,8 @@ class Search:
       ends: the pass over everything, counted from 0, from which on one also finds the smallest and the
         largest distance inside a bracket; None: none does.
       one_by_one: whether a tile is counted threshold by threshold (`triton_rank_count`).
-      few: where no more distances than this lie inside the brackets, a pass counts by value.
-      rescue: thresholds of the last passes, which count by value; 0: there are none. The first of them
-        comes early: it has EARLY thresholds where more than `few` distances lie inside.
+      few: where no more distances than this lie inside the brackets, tiles are counted by value.
+      wide: how many passes with many bins (`triton_rank_wide`) end the search.
       stages: of Triton's pipeline.
     """
 
@@ -52,34 +50,27 @@ class Search:
     ends: int | None = 1
     one_by_one: bool = False
     few: int = 0
-    rescue: int = 0
+    wide: int = 0
     stages: int = 2
 
     @property
     def kinds(self):
         """Of each launch: see `_pass`."""
-        kinds = ["start"] + ["next"] * (self.guessing - 1)
-        kinds += ["early"] + ["rescue"] * RESCUES if self.rescue else []
+        kinds = ["start"] + ["next"] * (self.guessing - 1) + ["wide"] * self.wide
         return ["start_sample", "next_sample", "turn", *kinds[1:]] if self.sample else kinds
 
     @property
     def guessing(self):
-        """Passes over everything before those to the rescue."""
-        return passes(self.thresholds, self._rescue_bits)
+        """Passes over everything before the wide ones, which begin where few distances are left."""
+        return max(2, passes(self.thresholds, self.wide * BITS))
 
-    @property
-    def _rescue_bits(self):
-        return power_of_two(EARLY) + RESCUES * power_of_two(self.rescue) if self.rescue else 0
-
-    def bits_left(self, kind, done):
-        """Bits that even steps take off a bracket after a pass, of all `done` over everything."""
-        if kind == "early":
-            return self._rescue_bits - power_of_two(EARLY)
-        return power_of_two(self.thresholds) * (self.guessing - done) + self._rescue_bits
+    def bits_left(self, done):
+        """Bits that even steps take off a bracket after `done` of the guessing passes."""
+        return power_of_two(self.thresholds) * (self.guessing - done) + self.wide * BITS
 
     def width(self, kind):
         """Thresholds of a pass."""
-        return self.rescue if is_wide(kind) else self.thresholds
+        return BINS if kind == "wide" else self.thresholds
 
     @property
     def limbs(self):
@@ -99,11 +90,6 @@ class Search:
         return self.layout.pairs_within(self.sample)
 
 
-def is_wide(kind):
-    """Whether a pass of this kind counts the distances inside the brackets alone, with many thresholds."""
-    return kind in ("early", "rescue")
-
-
 def over_sample(kind):
     """Whether a pass of this kind visits the sampled tiles alone."""
     return kind.endswith("_sample")
@@ -116,16 +102,16 @@ def plan(n, d, interpret=False):
     once, since each makes the thresholds anew.
     """
     if n <= 1024:
-        size, warps, thresholds, sample, programs, ends, rescue = 32, 1, 16, 0, 5, None, 1024
+        size, warps, thresholds, sample, programs, ends, wide = 32, 1, 32, 0, 5, None, 3
     elif n <= 2048:
-        size, warps, thresholds, sample, programs, ends, rescue = 64, 4, 16, 0, 2, 1, 0
+        size, warps, thresholds, sample, programs, ends, wide = 64, 4, 16, 0, 2, 1, 0
     elif n <= 8192:
-        size, warps, thresholds, sample, programs, ends, rescue = 64, 4, 16, 4, 2, 1, 0
+        size, warps, thresholds, sample, programs, ends, wide = 64, 4, 16, 4, 2, 1, 0
     else:
-        size, warps, thresholds, sample, programs, ends, rescue = 128, 8, 16, 2, 1, 2, 0
+        size, warps, thresholds, sample, programs, ends, wide = 128, 8, 16, 2, 1, 2, 0
     layout = Layout(n, d, size, warps, interpret)
     splits = min(layout.offsets, max(1, programs * tiles.MULTIPROCESSORS // layout.blocks))
-    few = 2 * layout.blocks * layout.offsets
+    few = 0 if wide else 2 * layout.blocks * layout.offsets
     if interpret:  # which compiles every compare, and every branch, anew
-        thresholds, few = 8, few if rescue else 0
-    return Search(layout, thresholds, sample, splits, ends, n <= 1024, few, rescue)
+        thresholds, few = 8, 0
+    return Search(layout, thresholds, sample, splits, ends, n <= 1024, few, wide)

@@ -7,7 +7,6 @@
 import functools
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -20,8 +19,9 @@ from pallas_kernels.triton_rank_bracket import (
     first_thresholds,
     to_u,
 )
-from pallas_kernels.triton_rank_plan import DIGITS, EARLY, is_wide, over_sample
+from pallas_kernels.triton_rank_plan import DIGITS, over_sample
 from pallas_kernels.triton_rank_tiles import COARSE, INFINITE, power, scale_field
+from pallas_kernels.triton_rank_wide import bins_within
 
 LAUNCH, DIRECT, FIELD, FINITE, COARSE_U = range(5)
 FIELDS = 8  # of a bracket, and of what all brackets share: powers of two
@@ -64,21 +64,8 @@ def begin(search, ranks, kind, operand_refs, zero):
 
 def by_value(search, kind, brackets):
     """Whether a pass counts value by value what lies inside the brackets: True, False or traced."""
-    if kind != "next" or search.rescue or not search.few:
-        return is_wide(kind)
-    return _few_inside(search, brackets)
-
-
-def used(search, kind, brackets):
-    """How many of its thresholds a pass uses."""
-    if kind != "early":
-        return search.width(kind)
-    # Not jnp.where: of two literals, Triton's lowering makes a boolean.
-    more = search.rescue - EARLY
-    return EARLY + more * _few_inside(search, brackets).astype(jnp.int32)
-
-
-def _few_inside(search, brackets):
+    if kind != "next" or not search.few:
+        return kind == "wide"
     return sum(bracket.inside() for bracket in brackets) <= float(search.few)
 
 
@@ -105,18 +92,10 @@ def step(search, ranks, kind, before, common, brackets, seen):
                 found = jnp.where(jnp.arange(w) == 0, coarse, found)
         elif over_sample(kind):
             found = bracket.thresholds(_sample_rank(search, rank), w, RANGE_BITS)
-        elif kind == "rescue":
-            found = bracket.steps(w)
-        elif kind == "early":
-            found = lax.cond(
-                _few_inside(search, brackets),
-                lambda bracket=bracket: bracket.steps(w),
-                lambda rank=rank, bracket=bracket: bracket.thresholds(
-                    rank, EARLY, search.bits_left(kind, over_all), width=w
-                ),
-            )
+        elif kind == "wide":
+            found, _ = bins_within(bracket)
         else:
-            found = bracket.thresholds(rank, w, search.bits_left(kind, over_all))
+            found = bracket.thresholds(rank, w, search.bits_left(over_all))
         thresholds.append(found)
     if kind == "turn":
         brackets = [whole] * len(ranks)
@@ -136,10 +115,10 @@ def limbs_of(search, count):
     return [part.astype(jnp.float32) for part in (*parts, count)]
 
 
-def counted(search, before_refs, r):
+def counted(search, before, before_refs, r):
     """(thresholds, counts, ends) of each rank in the launch before this one, as `Bracket.tighten`
     takes them."""
-    thresholds_ref, counts_ref, *ends_refs = before_refs[2:]
+    thresholds_ref, counts_ref, ends_ref = before_refs[2:]
     every = pl.ds(0, thresholds_ref.shape[-1])
     copies = range(counts_ref.shape[0])
     found = []
@@ -157,13 +136,13 @@ def counted(search, before_refs, r):
                 counts = counts[0] + (parts[2] << (DIGITS - shift)), counts[1]
         else:
             counts = None, sum(part << (DIGITS * k) for k, part in enumerate(parts))
-        ends = None
-        for ends_ref in ends_refs:
-            largest, smallest = (
-                functools.reduce(jnp.maximum, [ends_ref[c, 2 * q + side] for c in copies])
-                for side in (0, 1)
-            )
-            ends = largest > 0, NONE - smallest, largest - 1  # not found where nobody looked
+        if before == "wide":
+            counts = None, jnp.cumsum(counts[1])
+        largest, smallest = (
+            functools.reduce(jnp.maximum, [ends_ref[c, 2 * q + side] for c in copies])
+            for side in (0, 1)
+        )
+        ends = largest > 0, NONE - smallest, largest - 1  # not found where nobody looked for them
         found.append((thresholds_ref[q, every], counts, ends))
     return found
 

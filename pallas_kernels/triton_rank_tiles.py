@@ -193,6 +193,27 @@ def prepare(x, layout, *, cleared):
     ]
 
 
+def walk_tiles(distances, walk, visit, carry):
+    """The carry after visit(distance, carry) for each tile of a program.
+
+    Args:
+      distances: `Distances`. walk: (block, first offset, stride, offsets).
+    """
+    layout = distances.layout
+    i, split, splits, offsets = walk
+    turns = -(-offsets // splits)
+    left = distances.block(i, LEFT)
+
+    def turn(t, carry):
+        offset = split + t * splits
+        visited = (offset < offsets) & is_pair_of_blocks(layout, i, offset)
+        rows, inside, far, *rest = distances.block((i + offset) % layout.blocks, RIGHT)
+        right = (rows, inside, jnp.where(visited, far, FAR), *rest)
+        return visit(distances.tile(left, right, offset), carry)
+
+    return turn(0 * i, carry) if turns == 1 else lax.fori_loop(0, turns, turn, carry)
+
+
 def is_pair_of_blocks(layout, i, offset):
     """Whether the tile of block i and block i + offset is one to visit."""
     twice, blocks = 2 * offset, layout.blocks

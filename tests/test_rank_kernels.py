@@ -14,9 +14,10 @@ from pallas_kernels import (
     triton_rank_bracket,
     triton_rank_plan,
     triton_rank_state,
+    triton_rank_wide,
     triton_ties,
 )
-from pallas_kernels.triton_rank_bracket import NONE, TOP, UNUSED, Bracket
+from pallas_kernels.triton_rank_bracket import NONE, TOP, Bracket
 from pallas_kernels.triton_rank_state import DIRECT, LAUNCH
 from tests.problems import relative_error, wide
 
@@ -124,7 +125,7 @@ TWO_RANKS = [(33, 3), (40, 3), (70, 12)]  # one for each way to count; each rank
             {"few": 10**6, "thresholds": 64, "ends": None},
         ),  # by value, or by threshold where a tile has much
         ((40, 3), {"few": 300}),  # by value in some passes, by threshold in others
-        ((40, 3), {"rescue": 256, "ends": None}),
+        ((40, 3), {"wide": 3, "ends": None}),
         ((96, 2), {"splits": 1}),  # a whole tile between two others
         ((33, 70), {}),  # two chunks of dimensions
         ((70, 12), {"ends": None, "one_by_one": False}),
@@ -166,18 +167,14 @@ def test_plans_of_every_size_cover_every_pair():
         assert search.two_limbs == (n > 65536)
         # Even steps alone finish after the first pass over everything.
         over_all = [kind for kind in search.kinds if not triton_rank_plan.over_sample(kind)]
-        widths = {**{kind: search.width(kind) for kind in over_all}, "early": triton_rank_plan.EARLY}
-        bits = [widths[kind].bit_length() - 1 for kind in over_all]
-        assert sum(bits[1:]) == search.bits_left("start", 1) >= triton_rank_bracket.RANGE_BITS
-        for done, kind in enumerate(over_all, 1):
-            if kind != "rescue":
-                assert sum(bits[done:]) == search.bits_left(kind, done)
+        bits = [search.width(kind).bit_length() - 1 for kind in over_all]
+        assert sum(bits[1:]) == search.bits_left(1) >= triton_rank_bracket.RANGE_BITS
 
 
-@pytest.mark.parametrize("rescue", [0, 256])
+@pytest.mark.parametrize("wide", [0, 1, 3])
 @pytest.mark.parametrize("many", [1, 2**31 + 12345])
 @pytest.mark.parametrize("numbers", ["even", "geometric", "one", "dense"])
-def test_brackets_close_in_the_passes_there_are(numbers, many, rescue):
+def test_brackets_close_in_the_passes_there_are(numbers, many, wide):
     """Each number stands for `many`, so counts beyond 2^31 are exact; no ends are reported."""
     u = {
         "even": np.linspace(0, TOP - 1, 400).astype(np.int64),
@@ -185,7 +182,7 @@ def test_brackets_close_in_the_passes_there_are(numbers, many, rescue):
         "one": np.full(400, 123_456_789),
         "dense": 900_000_000 + np.arange(400) // 3,
     }[numbers]
-    search = small_search(20, 3, rescue=rescue)
+    search = small_search(20, 3, wide=wide)
     two_limbs = many * len(u) >= 1 << 31
 
     def limbs(count):
@@ -197,18 +194,13 @@ def test_brackets_close_in_the_passes_there_are(numbers, many, rescue):
         thresholds = jnp.zeros(8, jnp.int32)  # a first guess that helps nothing
         for done, kind in enumerate(search.kinds, 1):
             w = search.width(kind)
-            if kind == "early":
-                count, left = triton_rank_plan.EARLY, search.bits_left(kind, done)
-                thresholds = bracket.thresholds(rank, count, left, width=w)
-            elif kind == "next":
-                thresholds = bracket.thresholds(rank, w, search.bits_left(kind, done))
-            elif kind == "rescue":
-                thresholds = bracket.steps(w)
-            wide = triton_rank_plan.is_wide(kind)
-            below = np.searchsorted(u, int(bracket.low), side="right") if wide else 0
+            if kind == "next":
+                thresholds = bracket.thresholds(rank, w, search.bits_left(done))
+            elif kind == "wide":
+                thresholds, _ = triton_rank_wide.bins_within(bracket)
+            below = np.searchsorted(u, int(bracket.low), side="right") if kind == "wide" else 0
             found = np.searchsorted(u, np.asarray(thresholds), side="right") - below
-            found = np.where(np.asarray(thresholds) == UNUSED, 0, found)
-            counts = bracket.with_below(limbs(many * found), wide)
+            counts = bracket.with_below(limbs(many * found), kind == "wide")
             bracket = bracket.tighten(rank, thresholds, counts, None)
         assert not bracket.open()
         assert bracket.high == u[(rank - 1) // many]
@@ -243,7 +235,7 @@ def test_counts_of_many_programs_add_up_exactly(n):
     assert tally.max() <= 1 << 24  # whole numbers that float32 holds
     ends = np.zeros((triton_rank.COPIES, 2), np.int32)
     refs = [None, None, *(Ref(a) for a in (np.zeros((1, w), np.int32), tally, ends))]
-    [(_, (high, low), _)] = triton_rank_state.counted(search, refs, 1)
+    [(_, (high, low), _)] = triton_rank_state.counted(search, "next", refs, 1)
     high = 0 if high is None else np.asarray(high, np.int64)
     np.testing.assert_array_equal((high << 16) + np.asarray(low, np.int64), parts.sum(axis=0))
 
