@@ -3,18 +3,23 @@
 A guessing pass has W thresholds around the place where the wanted distance is thought to be; two or three
 do, mostly. Since XLA cannot end a search early without the host, all the launches that the worst case
 takes are always there, and return at once when nothing is left to do. With few particles launches are
-what a search costs: there two passes to the rescue, with many thresholds at even steps, stand for four.
+what a search costs: there two guesses and three wide passes, with 1024 bins each, are enough.
 
-Measured on one H200 (JAX 0.11.2), a median of normal particles, microseconds from first to last kernel in
-`jax.profiler.trace` around `triton_rank.order_statistics(x, ranks, search=...)`:
+Measured on one H200 (JAX 0.11.2), a median, microseconds from first to last kernel in `jax.profiler.trace`
+around `triton_rank.order_statistics(x, ranks, search=...)`:
 
-    1024 x 32     34.1 with two passes to the rescue, 36.4 without (three tight clusters: 171 and 63)
-    2048 x 64     78.6 by value where few are inside, 84.2 by threshold alone
-    4096 x 64     124, 143        16384 x 64     752, 812
+                normal particles    two far clusters    three tight ones    all coordinates rounded
+    1024 x 32   28.2                33.6                86                  86
+    1000 x 3    25.3                28.6                92                  92
+    2048 x 64   76.6                129                 132                 52
+    4096 x 64   124                 16384 x 64          752
 
-`python -m experiments.benchmark_bandwidth` times calls in a loop, the host's launches with them. Tried and
-slower: 64 or 128 thresholds in every pass, two to eight warps for 1024 particles, by value at 1024, 1024
-thresholds by value with many particles (milliseconds where clusters leave much inside).
+`python -m experiments.benchmark_bandwidth` times calls in a loop, the host's launches with them. Tried:
+
+    n <= 1024   16 thresholds instead of 32: 26.8, but 62 with two clusters; seven passes of 32 thresholds
+                with ends: 36.4; two to eight warps: slower
+    n = 2048    wide passes: 49, but 153 with two clusters and 222 with three tight ones
+    n > 1024    by threshold alone, where few are inside too: 84.2 (2048), 143 (4096), 812 (16384)
 """
 
 import dataclasses

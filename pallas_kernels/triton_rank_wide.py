@@ -1,10 +1,12 @@
-"""A pass that cuts each bracket into 1024 bins: with few particles, one or two end nearly every search.
+"""A pass that cuts each bracket into 1024 bins of 2^s integers: three of them end any search.
 
-Bins are 2^s integers wide, whatever the distances, so three such passes end any search. A tile with few
-distances inside a bracket adds each by itself. Another makes its histogram on the tensor cores, from the
-two digits of each distance's bin:
+A tile with few distances inside a bracket adds each to its bin by itself. Another makes its histogram on the
+tensor cores, from the two digits of each distance's bin:
 
     count[h, l] = sum_ij [high digit of ij is h] [low digit of ij is l]
+
+so that a pass costs no more than some tens of microseconds whatever the distances: by threshold, 1024 of
+them would cost hundreds (measured on one H200, 1024 particles).
 """
 
 import jax.numpy as jnp
