@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jsvgd
-from experiments.timing import compiled_loop, seconds_of_loop
+from experiments.timing import compiled_loop, seconds_of_calls, seconds_of_loop
 
 __all__ = ["MOST_IN_BLACKJAX", "STEPS", "baselines", "measure_steps", "prepare_steps"]
 
@@ -49,33 +49,35 @@ def gram_direction(precision):
 
 
 def prepare_steps(n, d) -> dict[str, tuple]:
-    """Loops of whole steps, median bandwidth included, and their states: jsvgd, XLA with a sort, BlackJAX."""
+    """Whole steps, median bandwidth included: name -> step, state and the compiled loop of steps."""
     x = jax.random.normal(jax.random.key(0), (n, d))
 
     def update(x):
         return jsvgd.svgd_update(x, -x, jsvgd.median_bandwidth(x), 1e-3)
 
-    loops = {
-        "jsvgd": (compiled_loop(update, x), x),
-        "XLA with a sort": (compiled_loop(step_with_sort, x), x),
+    steps = {"jsvgd": (update, x), "XLA with a sort": (step_with_sort, x)}
+    if n <= MOST_IN_BLACKJAX:
+        try:
+            import blackjax
+            import optax
+        except ImportError:
+            print("BlackJAX is not installed: it is not measured")
+        else:
+            algorithm = blackjax.svgd(lambda p: -p, optax.sgd(1e-3))
+            steps["BlackJAX"] = algorithm.step, algorithm.init(x)
+    return {
+        name: (step, state, compiled_loop(step, state)) for name, (step, state) in steps.items()
     }
-    if n > MOST_IN_BLACKJAX:
-        return loops
-    try:
-        import blackjax
-        import optax
-    except ImportError:
-        print("BlackJAX is not installed: it is not measured")
-        return loops
-    algorithm = blackjax.svgd(lambda p: -p, optax.sgd(1e-3))
-    state = algorithm.init(x)
-    return loops | {"BlackJAX": (compiled_loop(algorithm.step, state), state)}
 
 
-def measure_steps(n, d, loops, report):
-    """Whole steps from `prepare_steps`, and the PyTorch program."""
-    for name, (loop, state) in loops.items():
-        report(name, milliseconds=1e3 * seconds_of_loop(loop, state))
+def measure_steps(n, d, steps, report):
+    """Whole steps from `prepare_steps`, in a compiled loop and called one by one, and the PyTorch program."""
+    for name, (step, state, loop) in steps.items():
+        report(
+            name,
+            milliseconds=1e3 * seconds_of_loop(loop, state),
+            called=1e3 * seconds_of_calls(step, state),
+        )
     try:
         import torch
     except ImportError:
@@ -83,7 +85,8 @@ def measure_steps(n, d, loops, report):
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = np.asarray(jax.random.normal(jax.random.key(0), (n, d)))
-    report("PyTorch program", milliseconds=1e3 * torch_seconds(torch, x, device))
+    milliseconds = 1e3 * torch_seconds(torch, x, device)
+    report("PyTorch program", milliseconds=milliseconds, called=milliseconds)
 
 
 def step_with_sort(x):

@@ -14,7 +14,7 @@ import argparse
 import json
 from pathlib import Path
 
-__all__ = ["describe", "median_table", "picture", "step_table", "table"]
+__all__ = ["call_table", "describe", "median_table", "picture", "step_table", "table"]
 
 
 def describe(row, rows):
@@ -36,6 +36,8 @@ def describe(row, rows):
         text += f"  termwise {row['termwise']:.1e}"
     if row.get("bytes"):
         text += f"  {row['bytes'] / 1e6:9.1f} MB"
+    if row.get("called"):
+        text += f"  {row['called']:.4f} ms called from Python"
     if row.get("implementation"):
         text += f"  {row['implementation']}"
     return text
@@ -82,6 +84,11 @@ def step_table(rows) -> str:
         "jsvgd",
         ("XLA with a sort", "BlackJAX", "PyTorch program"),
     )
+
+
+def call_table(rows) -> str:
+    """As `step_table`, each step a call from Python."""
+    return step_table([{**row, "milliseconds": row["called"]} for row in rows if "called" in row])
 
 
 def median_table(rows) -> str:
@@ -140,7 +147,7 @@ def main():
     if "work" not in rows[0]:
         print(median_table(rows))
         return
-    print(table(rows), step_table(rows), sep="\n\n")
+    print(table(rows), step_table(rows), call_table(rows), sep="\n\n")
     picture(rows, results.with_suffix(".png"))
 
 

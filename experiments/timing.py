@@ -16,6 +16,7 @@ __all__ = [
     "compiled_with_memory",
     "prepare",
     "seconds_a_call",
+    "seconds_of_calls",
     "seconds_of_loop",
 ]
 
@@ -119,6 +120,21 @@ def seconds_of_loop(loop: Callable, state, seconds: float = 0.1, repeats: int = 
     run(1)
     turns = max(1, min(200, int(seconds / max(run(1), 1e-6))))
     return statistics.median(run(turns) for _ in range(repeats)) / (turns * STEPS)
+
+
+def seconds_of_calls(step: Callable, state, count: int = 200, repeats: int = 3) -> float:
+    """Median seconds a step, one call of the jitted step after another, as in a loop in Python."""
+    step = jax.jit(step)
+
+    def run(count):
+        start, reached = time.perf_counter(), state
+        for _ in range(count):
+            reached = step(reached)
+        jax.block_until_ready(reached)
+        return time.perf_counter() - start
+
+    run(3)
+    return statistics.median(run(count) for _ in range(repeats)) / count
 
 
 def compiled_with_memory(function: Callable, *arrays):
