@@ -25,10 +25,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels import triton_rank_tiles as rank_tiles
 from pallas_kernels.triton_rank_bracket import from_u
 from pallas_kernels.triton_rank_count import AT_ONCE, BY_VALUE, ONE_BY_ONE, count_below
 from pallas_kernels.triton_rank_plan import over_sample, plan
+from pallas_kernels.triton_rank_prepare import Operands, prepare
 from pallas_kernels.triton_rank_state import (
     DIRECT,
     FIELD,
@@ -44,7 +44,7 @@ from pallas_kernels.triton_rank_state import (
     store,
     tightened,
 )
-from pallas_kernels.triton_rank_tiles import Distances, Operands, is_pair_of_blocks, power
+from pallas_kernels.triton_rank_tiles import Distances, is_pair_of_blocks, power
 from pallas_kernels.triton_rank_wide import DIGIT, count_bins
 
 MAX_DIMENSION = 512
@@ -84,9 +84,7 @@ def order_statistics(x, ranks, *, interpret=False, search=None):
     """
     search = search or plan(*x.shape, interpret)
     ranks, kinds = tuple(ranks), search.kinds
-    operands, tally = rank_tiles.prepare(
-        x, search.layout, cleared=_tally(search, len(ranks), kinds[0])
-    )
+    operands, tally = prepare(x, search.layout, cleared=_tally(search, len(ranks), kinds[0]))
     arrays = [a for a in operands if a is not None]
     state, totals, before, over_all = [], [], None, 0
     for kind, after in zip(kinds, [*kinds[1:], kinds[-1]], strict=True):
