@@ -1,15 +1,15 @@
 """Order statistics of the squared distances of all pairs of particles: exact, streamed, never
 waiting for the host.
 
-A fixed number of launches, each a pass over the tiles of `triton_rank_tiles`: it counts the
-distances at or below each of W thresholds, and finds the smallest and the largest inside the
-bracket. Every program of a launch first reads what the launch before counted, tightens the bracket
-(`triton_rank_bracket`) and makes the next thresholds, the same in every program; once the bracket
-is closed, the launches that remain return at once.
+A fixed number of launches, each a pass over the tiles of `triton_rank_tiles`: it counts the distances at
+or below each of W thresholds, and finds the smallest and the largest inside the bracket, or counts in bins
+(`triton_rank_wide`); `triton_rank_plan` says which. Every program of a launch first reads what the launch
+before counted, tightens the bracket (`triton_rank_bracket`) and makes the next thresholds, the same in
+every program; once the bracket is closed, the launches that remain return at once.
 
-Distances are compared as floats and counted exactly, in whole numbers that float32 holds (Pallas
-has no atomic addition of vectors of integers), which add up in any order: the answer, one of the
-computed distances, is the same in every call.
+Distances are counted exactly, in whole numbers that float32 holds (Pallas has no atomic addition of vectors
+of integers), which add up in any order: the answer, one of the computed distances, is the same in every
+call.
 
 Many particles begin with two passes over the tiles nearest to the diagonal, a sample in which every particle
 has the same part. It only places the first thresholds. Where the first pass over everything shows
@@ -104,7 +104,7 @@ def _tally(search, r, kind):
     copies = COPIES if search.layout.blocks >= 8 else 1
     counts = copies, r, search.limbs, search.thresholds
     if kind == "wide":
-        assert search.limbs == 1
+        assert search.limbs == 1, "a wide pass counts in one float32: fewer than 2^24 pairs"
         counts = 1, r, DIGIT, DIGIT
     return [
         jax.ShapeDtypeStruct(counts, jnp.float32),

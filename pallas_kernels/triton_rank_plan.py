@@ -66,15 +66,15 @@ class Search:
 
     @property
     def guessing(self):
-        """Passes over everything before the wide ones, which begin where few distances are left."""
+        """Passes over everything before the wide ones; two, which mostly leave few distances inside."""
         return max(2, passes(self.thresholds, self.wide * BITS))
 
     def bits_left(self, done):
-        """Bits that even steps take off a bracket after `done` of the guessing passes."""
+        """Bits that even steps and bins take off a bracket after `done` of the guessing passes."""
         return power_of_two(self.thresholds) * (self.guessing - done) + self.wide * BITS
 
     def width(self, kind):
-        """Thresholds of a pass."""
+        """Thresholds, or bins, of a pass."""
         return BINS if kind == "wide" else self.thresholds
 
     @property

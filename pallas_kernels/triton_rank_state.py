@@ -63,7 +63,7 @@ def begin(search, ranks, kind, operand_refs, zero):
 
 
 def by_value(search, kind, brackets):
-    """Whether a pass counts value by value what lies inside the brackets: True, False or traced."""
+    """Whether a pass counts what lies inside the brackets alone, by value or bin: True, False or traced."""
     if kind != "next" or not search.few:
         return kind == "wide"
     return sum(bracket.inside() for bracket in brackets) <= float(search.few)

@@ -13,6 +13,7 @@ blocks to the scale of the block that reaches farthest, which rounds nothing.
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -64,12 +65,12 @@ class Layout:
 
     def pairs_within(self, offsets):
         """How many pairs the tiles of the first `offsets` offsets hold, and how many there are."""
-        sizes = [min(self.size, self.n - i * self.size) for i in range(self.blocks)]
-        total = sum(s * (s - 1) // 2 for s in sizes)
+        sizes = np.minimum(self.size, self.n - self.size * np.arange(self.blocks))
+        total = np.sum(sizes * (sizes - 1) // 2)
         for o in range(1, min(offsets, self.offsets)):
             count = self.blocks if 2 * o < self.blocks else self.blocks // 2
-            total += sum(sizes[i] * sizes[(i + o) % self.blocks] for i in range(count))
-        return total
+            total += sizes[:count] @ np.roll(sizes, -o)[:count]
+        return int(total)
 
 
 def bits(x):

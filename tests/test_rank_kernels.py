@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 from jsvgd import compiled_statistic, median_bandwidth
 from pallas_kernels import (
@@ -47,9 +48,9 @@ def cloud(kind, n, d, seed=0, scale=1.0):
 
 
 def small_search(n, d, *, sample=0, splits=2, **options):
-    """Few thresholds compile sooner under the interpreter."""
+    """Many thresholds, one by one, need few passes, which compile sooner under the interpreter."""
     layout = triton_rank_plan.plan(n, d, not ON_GPU).layout
-    options = {"thresholds": 8, "one_by_one": True, **options}
+    options = {"thresholds": 64, "one_by_one": True, **options}
     splits, sample = min(splits, layout.offsets), min(sample, layout.offsets)
     return triton_rank_plan.Search(layout, sample=sample, splits=splits, **options)
 
@@ -122,13 +123,13 @@ TWO_RANKS = [(33, 3), (40, 3), (70, 12)]  # one for each way to count; each rank
         ((33, 3), {}),
         (
             (33, 4),
-            {"few": 10**6, "thresholds": 64, "ends": None},
+            {"few": 10**6, "ends": None},
         ),  # by value, or by threshold where a tile has much
         ((40, 3), {"few": 300}),  # by value in some passes, by threshold in others
         ((40, 3), {"wide": 3, "ends": None}),
         ((96, 2), {"splits": 1}),  # a whole tile between two others
         ((33, 70), {}),  # two chunks of dimensions
-        ((70, 12), {"ends": None, "one_by_one": False}),
+        ((70, 12), {"ends": None, "one_by_one": False, "thresholds": 8}),
         pytest.param(
             (150, 70),
             {"sample": 2, "splits": 1},
@@ -158,6 +159,21 @@ def test_extreme_ranks():
         check(cloud(kind, 40, 3), (1, 780), small_search(40, 3))
 
 
+def test_a_search_that_begins_again_forgets_its_bracket():
+    """The smallest distances beside an outlier: the bracket found by products does not hold them."""
+    x = cloud("normal", 65, 20)
+    x[3] += 1e6
+    check(x, (1,), triton_rank_plan.plan(65, 20, not ON_GPU))
+
+
+@pytest.mark.parametrize("n, d", [(1000, 32) if ON_GPU else (260, 3)])
+def test_copies_of_counters_beside_wide_passes(n, d):
+    search = triton_rank_plan.plan(n, d, not ON_GPU)
+    assert search.wide and search.layout.blocks >= 8
+    for kind in ("normal", "clusters"):
+        check(cloud(kind, n, d), (median_rank(n), median_rank(n) + 1), search)
+
+
 def test_plans_of_every_size_cover_every_pair():
     for n in (2, 31, 33, 64, 1000, 2048, 2049, 8193, 20_000, 1 << 20):
         search = triton_rank_plan.plan(n, 20)
@@ -165,10 +181,40 @@ def test_plans_of_every_size_cover_every_pair():
         assert layout.pairs_within(layout.offsets) == search.total == n * (n - 1) // 2
         assert 1 <= search.splits <= layout.offsets
         assert search.two_limbs == (n > 65536)
-        # Even steps alone finish after the first pass over everything.
+        # Even steps and bins alone finish after the first pass over everything.
         over_all = [kind for kind in search.kinds if not triton_rank_plan.over_sample(kind)]
         bits = [search.width(kind).bit_length() - 1 for kind in over_all]
         assert sum(bits[1:]) == search.bits_left(1) >= triton_rank_bracket.RANGE_BITS
+
+
+def test_bins_of_one_tile_with_distances_on_the_edges_of_the_bracket():
+    def program(u_ref, edges_ref, zeros_ref, counts_ref):
+        bracket = Bracket(False, edges_ref[0], edges_ref[1], 0, 0, 0, 0)
+        every = pl.ds(0 * edges_ref[0], 32)
+        triton_rank_wide.add_tile(counts_ref, 0 * edges_ref[0], u_ref[every, every], bracket)
+
+    counts = jax.ShapeDtypeStruct((1, 1, 32, 32), jnp.float32)
+    options = {"input_output_aliases": {2: 0}, "interpret": not ON_GPU}
+    add = jax.jit(pl.pallas_call(program, out_shape=counts, **options))
+    rng = np.random.default_rng(0)
+    for trial in range(300):
+        low = int(rng.integers(-1, TOP - 1)) if trial % 10 else -1
+        high = min(TOP, low + int(2 ** rng.uniform(1, 30))) if trial % 10 else TOP
+        u = np.full(1024, NONE)
+        edges = np.clip([low, low + 1, high - 1, high, high + 1, (low + high) // 2], 0, TOP)
+        number = rng.choice([0, 1, 3, 8, 9, 40, 1024])  # one by one up to 8, together beyond
+        near = rng.integers(max(low - 5, 0), min(high + 5, TOP), number, endpoint=True)
+        values = np.where(rng.random(number) < 0.5, rng.choice(edges, number), near)
+        u[rng.permutation(1024)[:number]] = values
+        found = add(
+            jnp.asarray(u.reshape(32, 32), jnp.int32),
+            jnp.array([low, high]),
+            jnp.zeros(counts.shape),
+        )
+        width = 1 << max(0, (high - low - 1).bit_length() - 10)
+        inside = u[(u > low) & (u <= high) & (high - low > 1)]  # closed: nothing to find
+        expected = np.bincount((inside - low - 1) // width, minlength=1024)
+        np.testing.assert_array_equal(np.ravel(found), expected)
 
 
 @pytest.mark.parametrize("wide", [0, 1, 3])
@@ -381,7 +427,7 @@ def test_choice(monkeypatch):
     not hasattr(jax.sharding, "AbstractDevice") or jax.__version_info__ < (0, 11),
     reason="lowering for CUDA without a GPU needs JAX >= 0.11",
 )
-@pytest.mark.parametrize("n, d", [(50, 2), (4096, 64), (70_000, 300)])
+@pytest.mark.parametrize("n, d", [(50, 2), (1000, 32), (4096, 64), (70_000, 300)])
 def test_lowers_without_a_loop_or_a_condition(n, d):
     """XLA runs loops and conditionals from the host, which waits for the device each time."""
     device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
@@ -394,6 +440,14 @@ def test_lowers_without_a_loop_or_a_condition(n, d):
             x = jax.ShapeDtypeStruct((*batch, n, d), jnp.float32)
             text = jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
             assert text.count("xla.gpu.triton") == launches + 3  # prepare, finish, ties
-            for name in ("prepare", "start", "next", "finish", "ties"):
+            names = (
+                "prepare",
+                "start",
+                "next",
+                "finish",
+                "ties",
+                *(["wide"] if search.wide else []),
+            )
+            for name in names:
                 assert f"svgd_rank_{name}" in text
             assert not any(f"stablehlo.{op}" in text for op in ("while", "case", "if"))
