@@ -14,6 +14,8 @@ around `triton_rank.order_statistics(x, ranks, search=...)`:
     2048 x 64   76.6                129                 132                 52
     4096 x 64   124                 16384 x 64          752
 
+Clusters: standard normal around -3 or 3 in every coordinate, and 1e-3 as wide around 0, 10 or 20.
+
 `python -m experiments.benchmark_bandwidth` times calls in a loop, the host's launches with them. Tried:
 
     n <= 1024   16 thresholds instead of 32: 26.8, but 62 with two clusters; seven passes of 32 thresholds

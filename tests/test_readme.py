@@ -4,7 +4,7 @@ import json
 import pathlib
 import re
 
-from experiments.benchmark_report import median_table, step_table, table
+from experiments.benchmark_report import call_table, median_table, step_table, table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -12,7 +12,7 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_gpu_tables_are_made_from_the_kept_results():
     for name, tables in (
-        ("benchmark_direction", (table, step_table)),
+        ("benchmark_direction", (table, step_table, call_table)),
         ("benchmark_bandwidth_gpu", (median_table,)),
     ):
         results = json.loads((ROOT / f"experiments/results/{name}.json").read_text())
