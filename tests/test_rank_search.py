@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import (
     triton_rank,
@@ -40,8 +41,14 @@ def test_bins_of_one_tile_with_distances_on_the_edges_of_the_bracket():
         triton_rank_wide.add_tile(counts_ref, 0 * edges_ref[0], u_ref[every, every], bracket)
 
     counts = jax.ShapeDtypeStruct((1, 1, 32, 32), jnp.float32)
-    options = {"input_output_aliases": {2: 0}, "interpret": not ON_GPU}
-    add = jax.jit(pl.pallas_call(program, out_shape=counts, **options))
+    kernel = pl.pallas_call(
+        program,
+        out_shape=counts,
+        input_output_aliases={2: 0},
+        compiler_params=plt.CompilerParams(num_warps=1),
+        interpret=not ON_GPU,
+    )
+    add = jax.jit(kernel)
     rng = np.random.default_rng(0)
     for trial in range(300):
         low = int(rng.integers(-1, TOP - 1)) if trial % 10 else -1
