@@ -122,19 +122,19 @@ def seconds_of_loop(loop: Callable, state, seconds: float = 0.1, repeats: int = 
     return statistics.median(run(turns) for _ in range(repeats)) / (turns * STEPS)
 
 
-def seconds_of_calls(step: Callable, state, count: int = 200, repeats: int = 3) -> float:
-    """Median seconds a step, one call of the jitted step after another, as in a loop in Python."""
-    step = jax.jit(step)
+def seconds_of_calls(step: Callable, state, seconds: float = 0.1, repeats: int = 3) -> float:
+    """Median seconds a step, one call of a jitted step after another, as in a loop in Python."""
 
-    def run(count):
+    def run(calls):
         start, reached = time.perf_counter(), state
-        for _ in range(count):
+        for _ in range(calls):
             reached = step(reached)
         jax.block_until_ready(reached)
         return time.perf_counter() - start
 
     run(3)
-    return statistics.median(run(count) for _ in range(repeats)) / count
+    calls = max(3, min(200, int(seconds / run(1))))
+    return statistics.median(run(calls) for _ in range(repeats)) / calls
 
 
 def compiled_with_memory(function: Callable, *arrays):

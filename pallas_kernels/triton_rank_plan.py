@@ -12,11 +12,12 @@ around `triton_rank.order_statistics(x, ranks, search=...)`:
     1024 x 32   28.2                33.6                86                  86
     1000 x 3    25.3                28.6                92                  92
     2048 x 64   76.6                129                 132                 52
-    4096 x 64   124                 16384 x 64          752
+    4096 x 64   124
+    16384 x 64  752
 
 Clusters: standard normal around -3 or 3 in every coordinate, and 1e-3 as wide around 0, 10 or 20.
 
-`python -m experiments.benchmark_bandwidth` times calls in a loop, the host's launches with them. Tried:
+`python -m experiments.benchmark_bandwidth` times calls in a loop. Tried:
 
     n <= 1024   16 thresholds instead of 32: 26.8, but 62 with two clusters; seven passes of 32 thresholds
                 with ends: 36.4; two to eight warps: slower
@@ -68,7 +69,7 @@ class Search:
 
     @property
     def guessing(self):
-        """Passes over everything before the wide ones; two, which mostly leave few distances inside."""
+        """Passes over everything before the wide ones: at least two, which mostly leave few inside."""
         return max(2, passes(self.thresholds, self.wide * BITS))
 
     def bits_left(self, done):

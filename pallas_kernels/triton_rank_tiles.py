@@ -64,7 +64,7 @@ class Layout:
         return -(-self.d // self.chunk)
 
     def pairs_within(self, offsets):
-        """How many pairs the tiles of the first `offsets` offsets hold, and how many there are."""
+        """How many pairs the tiles of the first `offsets` offsets hold."""
         sizes = np.minimum(self.size, self.n - self.size * np.arange(self.blocks))
         total = np.sum(sizes * (sizes - 1) // 2)
         for o in range(1, min(offsets, self.offsets)):

@@ -17,7 +17,8 @@ def test_the_gpu_tables_are_made_from_the_kept_results():
     ):
         results = json.loads((ROOT / f"experiments/results/{name}.json").read_text())
         for made in tables:
-            assert made(results["rows"]) in README
+            _, _, *lines = made(results["rows"]).splitlines()
+            assert lines and made(results["rows"]) in README
         assert f"JAX {results['jax']}, {results['date']}" in README
 
 
