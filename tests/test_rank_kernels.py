@@ -46,7 +46,7 @@ def cloud(kind, n, d, seed=0, scale=1.0):
 def small_search(n, d, *, sample=0, splits=2, **options):
     """Many thresholds, one by one, need few passes, which compile sooner under the interpreter."""
     layout = triton_rank_plan.plan(n, d, not ON_GPU).layout
-    options = {"thresholds": 64, "one_by_one": True, **options}
+    options = {"thresholds": 1024, "one_by_one": True, **options}
     splits, sample = min(splits, layout.offsets), min(sample, layout.offsets)
     return triton_rank_plan.Search(layout, sample=sample, splits=splits, **options)
 
@@ -121,7 +121,10 @@ TWO_RANKS = [(33, 3), (40, 3), (70, 12)]  # one for each way to count; each rank
             (33, 4),
             {"few": 10**6, "ends": None},
         ),  # by value, or by threshold where a tile has much
-        ((40, 3), {"few": 300}),  # by value in some passes, by threshold in others
+        (
+            (40, 3),
+            {"few": 300, "thresholds": 64},
+        ),  # by value in some passes, by threshold in others
         ((40, 3), {"wide": 3, "ends": None}),
         ((96, 2), {"splits": 1}),  # a whole tile between two others
         ((33, 70), {}),  # two chunks of dimensions
