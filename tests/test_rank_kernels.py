@@ -46,7 +46,7 @@ def cloud(kind, n, d, seed=0, scale=1.0):
 def small_search(n, d, *, sample=0, splits=2, **options):
     """Many thresholds, one by one, need few passes, which compile sooner under the interpreter."""
     layout = triton_rank_plan.plan(n, d, not ON_GPU).layout
-    options = {"thresholds": 1024, "one_by_one": True, **options}
+    options = {"thresholds": 64 if ON_GPU else 1024, "one_by_one": True, **options}
     splits, sample = min(splits, layout.offsets), min(sample, layout.offsets)
     return triton_rank_plan.Search(layout, sample=sample, splits=splits, **options)
 
