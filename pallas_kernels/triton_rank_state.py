@@ -21,7 +21,7 @@ from pallas_kernels.triton_rank_bracket import (
 )
 from pallas_kernels.triton_rank_plan import DIGITS, over_sample
 from pallas_kernels.triton_rank_tiles import COARSE, INFINITE, power, scale_field
-from pallas_kernels.triton_rank_wide import bins_within
+from pallas_kernels.triton_rank_wide import last_of_bins
 
 LAUNCH, DIRECT, FIELD, FINITE, COARSE_U = range(5)
 FIELDS = 8  # of a bracket, and of what all brackets share: powers of two
@@ -93,7 +93,7 @@ def step(search, ranks, kind, before, common, brackets, seen):
         elif over_sample(kind):
             found = bracket.thresholds(_sample_rank(search, rank), w, RANGE_BITS)
         elif kind == "wide":
-            found, _ = bins_within(bracket)
+            found = last_of_bins(bracket)
         else:
             found = bracket.thresholds(rank, w, search.bits_left(over_all))
         thresholds.append(found)

@@ -23,12 +23,17 @@ BITS = 2 * DIGIT_BITS
 MANY = 8
 
 
-def bins_within(bracket):
-    """(BINS,) the last integer of each bin, and the s of their width."""
+def last_of_bins(bracket):
+    """(BINS,) the last integer of each bin."""
+    ends = bracket.low + ((jnp.arange(BINS) + 1) << _shift(bracket))
+    return jnp.minimum(ends, bracket.high)
+
+
+def _shift(bracket):
+    """The s of the width of the bins."""
     beyond = (bracket.high - bracket.low - 1) >> BITS
     bits = jnp.arange(32)  # of beyond
-    shift = jnp.sum(((beyond >> bits) > 0).astype(jnp.int32))
-    return jnp.minimum(bracket.low + ((jnp.arange(BINS) + 1) << shift), bracket.high), shift
+    return jnp.sum(((beyond >> bits) > 0).astype(jnp.int32))
 
 
 def count_bins(distances, walk, brackets, counts_ref):
@@ -50,10 +55,9 @@ def count_bins(distances, walk, brackets, counts_ref):
 
 def add_tile(counts_ref, q, u, bracket):
     """Adds a tile's distances u, (B, B) int32, inside the bracket of rank q to their bins."""
-    _, shift = bins_within(bracket)
     inside = (u > bracket.low) & (u <= bracket.high) & bracket.open()
     many = _number(inside) > MANY
-    bins = (u - bracket.low - 1) >> shift
+    bins = (u - bracket.low - 1) >> _shift(bracket)
     pl.when(~many)(lambda: _add_each(counts_ref, q, bins, inside))
     pl.when(many)(lambda: _add_all(counts_ref, q, bins, inside))
 

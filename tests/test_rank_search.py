@@ -96,7 +96,7 @@ def test_brackets_close_in_the_passes_there_are(numbers, many, wide):
             if kind == "next":
                 thresholds = bracket.thresholds(rank, w, search.bits_left(done))
             elif kind == "wide":
-                thresholds, _ = triton_rank_wide.bins_within(bracket)
+                thresholds = triton_rank_wide.last_of_bins(bracket)
             below = np.searchsorted(u, int(bracket.low), side="right") if kind == "wide" else 0
             found = np.searchsorted(u, np.asarray(thresholds), side="right") - below
             counts = bracket.with_below(limbs(many * found), kind == "wide")
